@@ -1,0 +1,1 @@
+"""HyperDFlash: lossless block speculative decoding for DeepSeek-V4."""

@@ -1,0 +1,162 @@
+"""DeepSeek-V4's native multi-token-prediction module, which transformers leaves out.
+
+One V4 decoder layer that reads the target's un-collapsed residual and the embedding of the next token, and predicts the
+token after it. It lives under `mtp.0.*` in a checkpoint, in the official naming, and shares embedding and head with the
+target. `mtp_state_dict` / `load_mtp` write and read those tensors.
+
+Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import DeepseekV4Config
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4DecoderLayer,
+    DeepseekV4HyperHead,
+    DeepseekV4PreTrainedModel,
+    DeepseekV4RMSNorm,
+    DeepseekV4RotaryEmbedding,
+)
+
+PREFIX = "mtp.0."
+
+# transformers' name inside a decoder layer -> the official checkpoint's (experts are split per expert as well).
+_OFFICIAL_NAMES = {
+    "layer.self_attn.q_a_proj.": "attn.wq_a.",
+    "layer.self_attn.q_b_proj.": "attn.wq_b.",
+    "layer.self_attn.q_a_norm.": "attn.q_norm.",
+    "layer.self_attn.kv_proj.": "attn.wkv.",
+    "layer.self_attn.kv_norm.": "attn.kv_norm.",
+    "layer.self_attn.o_a_proj.": "attn.wo_a.",
+    "layer.self_attn.o_b_proj.": "attn.wo_b.",
+    "layer.self_attn.sinks": "attn.attn_sink",
+    "layer.input_layernorm.": "attn_norm.",
+    "layer.post_attention_layernorm.": "ffn_norm.",
+    "layer.attn_hc.": "hc_attn_",
+    "layer.ffn_hc.": "hc_ffn_",
+    "layer.mlp.gate.e_score_correction_bias": "ffn.gate.bias",
+    "layer.mlp.gate.": "ffn.gate.",
+    "layer.mlp.shared_experts.gate_proj.": "ffn.shared_experts.w1.",
+    "layer.mlp.shared_experts.down_proj.": "ffn.shared_experts.w2.",
+    "layer.mlp.shared_experts.up_proj.": "ffn.shared_experts.w3.",
+    "hc_head.hc_": "hc_head_",
+}
+
+
+class DeepseekV4MTP(DeepseekV4PreTrainedModel):
+    """One MTP step: `x = h_proj(hnorm(H)) + e_proj(enorm(embed(next token)))` on every path, one V4 decoder layer
+    (sliding attention, top-k MoE), the module's own head collapse and norm.
+
+    Embedding and LM head are the target's and are handed in; nothing of them is stored here.
+    """
+
+    def __init__(self, config: DeepseekV4Config):
+        one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
+        config = DeepseekV4Config(**{**config.to_dict(), **one_layer})
+        super().__init__(config)
+        D = config.hidden_size
+        self.enorm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
+        self.hnorm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
+        self.e_proj = nn.Linear(D, D, bias=False)
+        self.h_proj = nn.Linear(D, D, bias=False)
+        self.layer = DeepseekV4DecoderLayer(config, layer_idx=0)
+        self.hc_head = DeepseekV4HyperHead(config)
+        self.norm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
+        self.rotary_emb = DeepseekV4RotaryEmbedding(config)
+        self.post_init()
+
+    def forward(self, next_embeds, residual, input_ids=None, position_ids=None, cache=None):
+        """One step over a sequence.
+
+        Args:
+            next_embeds (`torch.Tensor` of shape `(B, T, D)`): embeddings of the tokens at positions t + 1.
+            residual (`torch.Tensor` of shape `(B, T, m, D)`): the target's pre-collapse residual at positions t, or
+                this module's own output of the step before.
+            input_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): those tokens' ids (for hash-routed layers).
+
+        Returns:
+            `(hidden, residual)`: `(B, T, D)`, ready for the LM head, which predicts position t + 2; and `(B, T, m, D)`.
+        """
+        if position_ids is None:
+            past = cache.get_seq_length() if cache is not None else 0
+            position_ids = torch.arange(past, past + next_embeds.shape[1], device=next_embeds.device)[None]
+        mask = create_sliding_window_causal_mask(
+            config=self.config, inputs_embeds=next_embeds, attention_mask=None, cache=cache, position_ids=position_ids
+        )
+        x = self.h_proj(self.hnorm(residual)) + self.e_proj(self.enorm(next_embeds)).unsqueeze(2)
+        rope = {"main": self.rotary_emb(next_embeds, position_ids=position_ids, layer_type="main")}
+        x = self.layer(
+            x,
+            position_embeddings=rope,
+            position_ids=position_ids,
+            attention_mask=mask,
+            input_ids=input_ids,
+            cache=cache,
+        )
+        return self.norm(self.hc_head(x)), x
+
+
+def mtp_state_dict(mtp: DeepseekV4MTP, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    """The module's tensors under `mtp.0.*` in the official checkpoint's names; hyper-connections and router bias fp32."""
+    out = {}
+    for name, tensor in mtp.state_dict().items():
+        keep = any(part in name for part in ("attn_hc", "ffn_hc", "hc_head", "sinks", "e_score_correction_bias"))
+        tensor = tensor.detach().to(torch.float32 if keep else dtype)
+        if name == "layer.mlp.experts.gate_up_proj":
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                out[f"{PREFIX}ffn.experts.{i}.w1.weight"] = gate.contiguous()
+                out[f"{PREFIX}ffn.experts.{i}.w3.weight"] = up.contiguous()
+        elif name == "layer.mlp.experts.down_proj":
+            for i, expert in enumerate(tensor):
+                out[f"{PREFIX}ffn.experts.{i}.w2.weight"] = expert.contiguous()
+        else:
+            out[PREFIX + _official_name(name)] = tensor.contiguous()
+    return out
+
+
+def _official_name(name: str) -> str:
+    for ours, official in _OFFICIAL_NAMES.items():
+        if name.startswith(ours):
+            return official + name.removeprefix(ours)
+    return name
+
+
+def load_mtp(checkpoint: str | Path, config: DeepseekV4Config) -> DeepseekV4MTP:
+    """Read `mtp.0.*` of a checkpoint folder. Raises `ValueError` when the folder has no such tensors."""
+    tensors = _read_prefixed(Path(checkpoint), PREFIX)
+    if f"{PREFIX}e_proj.weight" not in tensors:
+        raise ValueError(f"{checkpoint} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
+    mtp = DeepseekV4MTP(config)
+    state = {}
+    for name, value in mtp.state_dict().items():
+        if name == "layer.mlp.experts.gate_up_proj":
+            pairs = (
+                [tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value))
+            )
+            state[name] = torch.stack([torch.cat(pair) for pair in pairs])
+        elif name == "layer.mlp.experts.down_proj":
+            state[name] = torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])
+        else:
+            state[name] = tensors[PREFIX + _official_name(name)]
+    mtp.load_state_dict(state)
+    return mtp.eval()
+
+
+def _read_prefixed(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
+    index = folder / "model.safetensors.index.json"
+    files = (
+        {f for k, f in json.loads(index.read_text())["weight_map"].items() if k.startswith(prefix)}
+        if index.exists()
+        else {"model.safetensors"}
+    )
+    out = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as f:
+            out.update({k: f.get_tensor(k) for k in f.keys() if k.startswith(prefix)})  # noqa: SIM118
+    return out
