@@ -136,9 +136,7 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config) -> DeepseekV4MTP:
     state = {}
     for name, value in mtp.state_dict().items():
         if name == "layer.mlp.experts.gate_up_proj":
-            pairs = (
-                [tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value))
-            )
+            pairs = ([tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value)))
             state[name] = torch.stack([torch.cat(pair) for pair in pairs])
         elif name == "layer.mlp.experts.down_proj":
             state[name] = torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])

@@ -1,6 +1,6 @@
 """A random DeepSeek-V4 small enough for hundreds of runs, and drafters for it.
 
-Matrices have a standard deviation of 0.15, so that logits are not flat. `index_topk` exceeds every number of compressed
+Matrices have a standard deviation of 0.15, so that logits are not flat. `index_topk` exceeds the compressed
 entries these tests reach: with fewer, ReLU scores of a random indexer tie exactly and even one-token decoding differs
 from a full forward.
 """
@@ -13,7 +13,9 @@ MIXED = (SLIDING, CSA, HCA)
 VOCAB_SIZE, MASK_TOKEN_ID = 64, 63
 
 
-def tiny_config(layer_types=MIXED, *, window=8, csa=4, hca=8, hidden_size=32, hc_mult=2, vocab_size=VOCAB_SIZE, **kwargs):
+def tiny_config(
+    layer_types=MIXED, *, window=8, csa=4, hca=8, hidden_size=32, hc_mult=2, vocab_size=VOCAB_SIZE, **kwargs
+):
     """The random target's config; the first layer's MoE is hash-routed."""
     defaults = {
         "moe_intermediate_size": 16,

@@ -61,7 +61,12 @@ class TargetWithMTP(nn.Module):
         mtp_loss, mtp_accuracy = self.head_loss(hidden, labels[:, 2:])
         balance = load_balancing_loss_func(out.router_logits, self.config.n_routed_experts, 2)
         total = loss + MTP_WEIGHT * mtp_loss + BALANCE_WEIGHT * balance
-        return {"loss": total, "next_token_loss": loss.detach(), "mtp_loss": mtp_loss.detach(), "mtp_accuracy": mtp_accuracy}
+        return {
+            "loss": total,
+            "next_token_loss": loss.detach(),
+            "mtp_loss": mtp_loss.detach(),
+            "mtp_accuracy": mtp_accuracy,
+        }
 
     def head_loss(self, hidden, labels):
         keep = labels.flatten() != -100
@@ -155,7 +160,11 @@ def main() -> None:
     save(model, args.target)
     report = evaluate(model, args.build, tokenizer.pad_token_id)
     seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch
-    report["training"] = {"steps": args.steps, "tokens": int(seen), "parameters": sum(p.numel() for p in model.parameters())}
+    report["training"] = {
+        "steps": args.steps,
+        "tokens": int(seen),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     (args.target / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 

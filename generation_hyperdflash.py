@@ -1,0 +1,684 @@
+"""Assisted generation for DeepSeek-V4: the one-time set-up of the target class, and the loop that HyperDFlash brings.
+
+`target.generate(assistant_model=drafter)` works because importing this file (loading a drafter does) gives
+`DeepseekV4ForCausalLM` three things, once per process (`set_up_deepseek_v4`): it is no longer refused as stateful, the
+caches of assisted calls get rewindable layers, and `_assisted_decoding` hands over to an assistant that brings its own
+loop. Everything else lasts one call. Plain `generate` is untouched.
+
+The loop is the library's with three differences: it taps the target's residual, it trims ids, scores, cache and stream at
+the first token that stops, and it does less work a round. Logits processors that look at the prefix are called once for
+every token, with the true prefix, as in plain decoding, so processors that keep state work too.
+
+Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
+"""
+
+import functools
+import inspect
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.utils import _split_model_outputs
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+from .cache_hyperdflash import make_rewindable
+
+logger = logging.get_logger(__name__)
+
+TESTED_TRANSFORMERS = ("5.24.0",)
+
+# Processors that treat every row of scores alike, whatever the prefix: they may see all rows of a block at once.
+ROWWISE_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+)
+
+# What the set-up replaces and what it expects of it: a moved seam is reported by name instead of failing deep inside.
+_SEAMS = {
+    "_assisted_decoding": {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    },
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+    "_prepare_cache_for_generation": {"generation_config", "model_kwargs", "generation_mode"},
+    "_prefill": {"input_ids", "generation_config", "model_kwargs"},
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- set-up
+
+
+def set_up_deepseek_v4() -> None:
+    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, also from another copy of this file.
+
+    Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
+    """
+    if getattr(DeepseekV4ForCausalLM._assisted_decoding, "asks_the_assistant", False):
+        return
+    for name, expected in _SEAMS.items():
+        method = getattr(GenerationMixin, name, None)
+        missing = expected - set(inspect.signature(method).parameters) if method else expected
+        if missing:
+            raise ImportError(
+                f"HyperDFlash builds on GenerationMixin.{name}({', '.join(sorted(expected))}), which transformers "
+                f"{transformers.__version__} does not have; tested versions: {', '.join(TESTED_TRANSFORMERS)}"
+            )
+    _assisted_decoding.asks_the_assistant = True
+    DeepseekV4ForCausalLM._assisted_decoding = _assisted_decoding
+    DeepseekV4ForCausalLM._validate_generation_mode = _validate_generation_mode
+    DeepseekV4ForCausalLM._prepare_cache_for_generation = _prepare_cache_for_generation
+    DeepseekV4ForCausalLM._is_stateful = False
+
+
+@functools.wraps(GenerationMixin._assisted_decoding)
+def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+    if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
+        return loop(self, input_ids, *args, **kwargs)
+    try:
+        return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    finally:
+        _stop_recording(kwargs.get("cache"))
+
+
+@functools.wraps(GenerationMixin._validate_generation_mode)
+def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
+        validate(self, generation_mode, generation_config)
+    GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+@functools.wraps(GenerationMixin._prepare_cache_for_generation)
+def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+    GenerationMixin._prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )
+    assisted = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+    if assisted and model_kwargs.get("cache") is not None:
+        make_rewindable(model_kwargs["cache"], self.config)
+
+
+def _stop_recording(cache: Cache | None) -> None:
+    for layer in cache.layers if cache is not None else ():
+        if hasattr(layer, "deactivate_past_recording"):
+            layer.deactivate_past_recording()
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass
+class SpeculativeStats:
+    """What happened in each round of one or more `generate` calls. A round proposed at least one draft; drafts accepted
+    are counted before an end-of-text token trims them.
+
+    Attributes:
+        num_drafts (`list[int]`): drafts proposed, by round.
+        num_accepted (`list[int]`): drafts accepted, by round.
+    """
+
+    num_drafts: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_drafts(self) -> float:
+        """Mean number of accepted drafts a round."""
+        return sum(self.num_accepted) / len(self.num_accepted) if self.num_accepted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: 1 + accepted drafts a round (the target's own token counts, as in vLLM's mean acceptance length)."""
+        return 1 + self.accepted_drafts
+
+    @property
+    def per_position_acceptance_rates(self) -> list[float]:
+        """Share of all rounds whose draft at position 1, 2, ... was accepted."""
+        rounds = max(len(self.num_accepted), 1)
+        return [sum(a >= k for a in self.num_accepted) / rounds for k in range(1, self._longest + 1)]
+
+    @property
+    def conditional_acceptance_rates(self) -> list[float]:
+        """Share of the rounds that proposed position k and accepted all before it, in which k was accepted too."""
+        rates = []
+        for k in range(1, self._longest + 1):
+            reached = [a for n, a in zip(self.num_drafts, self.num_accepted, strict=True) if n >= k and a >= k - 1]
+            rates.append(sum(a >= k for a in reached) / len(reached) if reached else 0.0)
+        return rates
+
+    @property
+    def _longest(self) -> int:
+        return max(self.num_drafts, default=0)
+
+    def extend(self, other: "SpeculativeStats") -> None:
+        """Pool the rounds of another call."""
+        self.num_drafts += other.num_drafts
+        self.num_accepted += other.num_accepted
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures under this project's names, and the counters under vLLM's `spec_decode_*` names."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "accepted_drafts": self.accepted_drafts,
+            "per_position_acceptance_rates": self.per_position_acceptance_rates,
+            "conditional_acceptance_rates": self.conditional_acceptance_rates,
+            "spec_decode_num_drafts": len(self.num_drafts),
+            "spec_decode_num_draft_tokens": sum(self.num_drafts),
+            "spec_decode_num_accepted_tokens": sum(self.num_accepted),
+            "spec_decode_num_accepted_tokens_per_pos": [
+                sum(a >= k for a in self.num_accepted) for k in range(1, self._longest + 1)
+            ],
+        }
+
+
+@dataclass
+class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """`generate`'s output with `return_dict_in_generate=True`, and the rounds in `speculation`."""
+
+    speculation: SpeculativeStats | None = None
+
+
+# --------------------------------------------------------------------------------------------------------- residual tap
+
+
+class ResidualTap:
+    """Collects what a drafter reads from the target's forwards, for one call.
+
+    `pre_hc_head`: the input of hc_head, `(B, T, m, D)`. `hidden_layers`: outputs of the tapped layers, concatenated on the
+    last axis. Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
+    """
+
+    def __init__(self, target: DeepseekV4ForCausalLM, config):
+        self.target, self.config = target, config
+        self._outputs: list[list[torch.Tensor]] = []
+        self._handles = []
+
+    def __enter__(self):
+        thread = threading.get_ident()
+        model = self.target.model
+
+        def keep(slot, tensor):
+            if threading.get_ident() == thread:
+                self._outputs[slot].append(tensor)
+
+        if self.config.context_source == "pre_hc_head":
+            self._outputs = [[]]
+            self._handles = [model.hc_head.register_forward_pre_hook(lambda module, args: keep(0, args[0]))]
+        else:
+            self._outputs = [[] for _ in self.config.target_layer_ids]
+            self._handles = [
+                model.layers[i].register_forward_hook(lambda module, args, output, slot=slot: keep(slot, output))
+                for slot, i in enumerate(self.config.target_layer_ids)
+            ]
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> torch.Tensor:
+        """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
+        layers = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in self._outputs]
+        self._outputs = [[] for _ in self._outputs]
+        return torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0]
+
+
+# ------------------------------------------------------------------------------------------------------ the assistant
+
+
+class HyperDFlashAssistant:
+    """What makes the drafter an assistant: checks before a call, and the decoding loop.
+
+    A model class with `config`, `device`, `dtype` and a `forward` in transformers' DFlash protocol mixes this in.
+    """
+
+    _targets_compared = weakref.WeakKeyDictionary()  # drafter -> targets whose fingerprint was compared
+
+    def validate_call(self, target, generation_mode, generation_config) -> None:
+        """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
+        _check_call(generation_mode, generation_config)
+        _check_pair(self, target)
+        num_drafts, asked = self.config.block_size - 1, generation_config.num_assistant_tokens
+        if num_drafts < asked != 20:  # 20 is the library's default for every assistant
+            logger.warning(f"num_assistant_tokens={asked} is capped at {num_drafts}: the drafter's block has no more")
+        seen = HyperDFlashAssistant._targets_compared.setdefault(self, weakref.WeakSet())
+        if target not in seen:
+            seen.add(target)
+            for line in compare_fingerprint(self.config.target_fingerprint, target):
+                logger.warning(
+                    f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. Output stays "
+                    "the target's own, but fewer drafts may be accepted; `hyperdflash init` and training make one for it"
+                )
+
+    def draft(self, context, context_positions, anchor_id, position, num_drafts, target, cache):
+        """Draft logits of one block.
+
+        Args:
+            context (`torch.Tensor` of shape `(1, C, m, D)`), context_positions (`torch.LongTensor` of shape `(C,)`):
+                Residuals of the positions verified since the last call.
+            anchor_id (`torch.LongTensor` of shape `(1, 1)`), position (`int`): the last accepted token and its position.
+
+        Returns:
+            `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
+        """
+        config, device, K = self.config, self.device, self.config.block_size
+        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+        noise_ids = torch.nn.functional.pad(anchor_id, (0, K - 1), value=config.mask_token_id)
+        noise_embeds = embedding(noise_ids.to(embedding.weight.device)).to(device, self.dtype)
+        block = torch.arange(position, position + K, device=device)
+        output = self(
+            noise_embeds=noise_embeds,
+            context_hidden_states=context.to(device),
+            position_ids=torch.cat([context_positions.to(device), block])[None],
+            cache=cache,
+        )
+        cache.crop(-K)  # the block's own keys and values; the context's stay
+        hidden = output.last_hidden_state[0, 1 : 1 + num_drafts]
+        return head(hidden.to(head.weight.device, head.weight.dtype)).float()
+
+    def assisted_decoding_loop(
+        self,
+        target: DeepseekV4ForCausalLM,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus: bool = False,
+        streamer=None,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
+    ):
+        """Decode as `GenerationMixin._assisted_decoding` does (arguments and return value are its own).
+
+        Raises `ValueError` for a batch, embeddings instead of ids, no cache, or a cache longer than the prompt.
+        """
+        cache = _check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
+        loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        with ResidualTap(target, self.config) as tap:
+            try:
+                return loop.run(tap, cache, model_kwargs)
+            finally:
+                _stop_recording(cache)
+
+
+class _Loop:
+    """State of one assisted call."""
+
+    def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+        self.drafter, self.target, self.config = drafter, target, generation_config
+        self.streamer = streamer
+        self.processors = logits_processor
+        self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
+        self.sees_prefix = len(self.rowwise) < len(logits_processor)
+        self.do_sample = generation_config.do_sample
+        self.stats = SpeculativeStats()
+
+        # Length and end-of-text are decided here for a whole block; other criteria see every token, in order.
+        self.max_length = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
+        eos = [c.eos_token_id.tolist() for c in stopping_criteria if type(c) is EosTokenCriteria]
+        self.eos_ids = {token for tokens in eos for token in tokens}
+        self.criteria = StoppingCriteriaList(
+            c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        )
+        self.num_tokens = input_ids.shape[1]
+        self.buffer = input_ids.new_zeros((1, max(self.max_length, self.num_tokens + 1)))
+        self.buffer[:, : self.num_tokens] = input_ids
+
+        wanted = generation_config if generation_config.return_dict_in_generate else None
+        self.scores = () if wanted and wanted.output_scores else None
+        self.logits = () if wanted and wanted.output_logits else None
+        self.attentions = () if wanted and wanted.output_attentions else None
+        self.hidden_states = () if wanted and wanted.output_hidden_states else None
+
+    @property
+    def ids(self) -> torch.LongTensor:
+        return self.buffer[:, : self.num_tokens]
+
+    def run(self, tap: ResidualTap, cache: Cache, model_kwargs: dict):
+        drafter, target = self.drafter, self.target
+        most = min(drafter.config.block_size - 1, self.config.num_assistant_tokens)
+        prompt_positions, prompt_mask = model_kwargs["position_ids"][0], model_kwargs.get("attention_mask")
+
+        outputs = target._prefill(self.ids, self.config, model_kwargs)
+        cache.activate_past_recording()
+        context, positions = _prompt_context(tap.take(), prompt_positions, prompt_mask, drafter.config)
+        position = int(prompt_positions[-1])  # of the last token that the target has seen
+        finished, num_new = self.accept(outputs, None, None, first=True)
+
+        step_inputs = target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
+        draft_cache = DynamicCache(config=drafter.config)
+        draft_cache.activate_past_recording()
+        with target._optimize_model_for_decode():
+            while not finished:
+                position += num_new
+                num_drafts = min(most, self.max_length - self.num_tokens - 1)
+                drafts, draft_probs = None, None
+                verified = self.ids[:, -1:]
+                if num_drafts > 0:
+                    draft_logits = drafter.draft(
+                        context, positions, verified, position, num_drafts, target, draft_cache
+                    ).to(verified.device)
+                    drafts, draft_probs = self.choose_drafts(draft_logits)
+                    verified = torch.cat([verified, drafts[None]], dim=1)
+                outputs = target(**self.verify_inputs(step_inputs, verified, position, prompt_mask, cache))
+                residual = tap.take()
+                finished, num_new = self.accept(outputs, drafts, draft_probs)
+                cache.crop(num_new - verified.shape[1])
+                context = residual[:, :num_new]
+                positions = torch.arange(position, position + num_new, device=residual.device)
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.result(cache)
+
+    def choose_drafts(self, draft_logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """Drafts `(n,)` and, when sampling, the distributions `(n, V)` they were drawn from."""
+        if not self.do_sample:
+            return draft_logits.argmax(-1), None
+        probs = self.rowwise(self.ids, draft_logits).softmax(-1)
+        return torch.multinomial(probs, 1)[:, 0], probs
+
+    def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
+        """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
+        length = verified.shape[1]
+        inputs = {
+            **step_inputs,
+            "input_ids": verified.to(self.target.device),
+            "position_ids": torch.arange(position, position + length, device=self.target.device)[None],
+            "logits_to_keep": length,
+            "return_dict": True,
+        }
+        if mask is not None:  # left padding of the prompt
+            inputs["attention_mask"] = torch.nn.functional.pad(
+                mask, (0, cache.get_seq_length() + length - mask.shape[1]), value=1
+            )
+        return inputs
+
+    def accept(self, outputs, drafts, draft_probs, first: bool = False) -> tuple[bool, int]:
+        """Judge the drafts, append what the target keeps, and stop at the first token that stops.
+
+        Returns whether generation is over, and the number of tokens appended.
+        """
+        num_drafts = 0 if drafts is None else drafts.shape[0]
+        raw = outputs.logits[0, -num_drafts - 1 :].to(self.buffer.device, torch.float32)
+        draft_ids = drafts.tolist() if num_drafts else []
+        start = self.num_tokens
+        if self.sees_prefix:
+            judged = self.judge_one_by_one(raw, draft_ids, draft_probs)
+        else:
+            scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
+            judged = zip(self.judge(scores, draft_ids, draft_probs), scores, strict=False)
+        new_ids, finished = [], False
+        for token, row in judged:
+            new_ids.append(token)
+            if finished:  # drafts accepted behind the stop count, but are not kept
+                continue
+            self.buffer[0, self.num_tokens] = token
+            self.num_tokens += 1
+            if self.scores is not None:
+                self.scores += (row[None].clone(),)
+            if self.logits is not None:
+                self.logits += (raw[len(new_ids) - 1][None].clone(),)
+            finished = token in self.eos_ids or self.num_tokens >= self.max_length
+            if self.criteria:
+                finished |= bool(self.criteria(self.ids, self.scores).all())
+            if finished and self.sees_prefix:  # a processor must not see what lies behind the stop
+                break
+        num_new = self.num_tokens - start
+        num_accepted = _num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
+        if num_drafts:
+            self.stats.num_drafts.append(num_drafts)
+            self.stats.num_accepted.append(num_accepted)
+        self.keep_states(outputs, start, num_new, first)
+        self.stream(start, draft_ids, num_accepted)
+        return finished, num_new
+
+    def judge(self, scores: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None) -> list[int]:
+        """Accepted drafts and the target's own next token, from the processed scores `(n + 1, V)` of all rows."""
+        if not self.do_sample:
+            chosen = scores.argmax(-1).tolist()
+            return chosen[: _num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)]) + 1]
+        probs = scores.softmax(-1)
+        num_drafts = len(draft_ids)
+        num_accepted = 0
+        if num_drafts:
+            ratio = probs[range(num_drafts), draft_ids] / draft_probs[range(num_drafts), draft_ids]
+            num_accepted = _num_leading((torch.rand_like(ratio) < ratio).tolist())
+        rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
+        return [*draft_ids[:num_accepted], _sample_own(probs[num_accepted], rejected)]
+
+    def judge_one_by_one(self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None):
+        """As `judge`, for processors that look at the prefix: yields a token and its scores `(V,)`, and goes on to the
+        next row when the caller has appended the token, so that a processor sees true prefixes only, each once."""
+        for i, row in enumerate(raw):
+            scores = self.processors(self.ids, row[None].clone())[0]
+            draft = draft_ids[i] if i < len(draft_ids) else None
+            if not self.do_sample:
+                token = int(scores.argmax())
+            else:
+                probs = scores.softmax(-1)
+                if draft is not None and torch.rand(()) < float(probs[draft] / draft_probs[i, draft]):
+                    token = draft
+                else:
+                    token = _sample_own(probs, draft_probs[i] if draft is not None else None)
+            yield token, scores
+            if token != draft:
+                return
+
+    def keep_states(self, outputs, start: int, num_new: int, first: bool) -> None:
+        """Hidden states and attentions that the user asked for, one entry a token, as in the library's loops."""
+        added = start + num_new if first else num_new
+        if self.hidden_states is not None:
+            self.hidden_states = _split_model_outputs(self.hidden_states, outputs.hidden_states, start, added)
+        if self.attentions is not None:
+            self.attentions = _split_model_outputs(
+                self.attentions, outputs.attentions, start, added, is_decoder_attention=True
+            )
+
+    def stream(self, start: int, draft_ids: list[int], num_accepted: int) -> None:
+        """Hand the new tokens to the streamer, or the whole round to one that asks for it with a `put_round` method."""
+        if self.streamer is None:
+            return
+        new_ids = self.buffer[:, start : self.num_tokens].cpu()
+        if (put_round := getattr(self.streamer, "put_round", None)) is not None:
+            put_round(new_ids[0].tolist(), draft_ids, num_accepted)
+        else:
+            self.streamer.put(new_ids)
+
+    def result(self, cache: Cache):
+        ids = self.ids.clone()
+        if not self.config.return_dict_in_generate:
+            return ids
+        return HyperDFlashGenerateOutput(
+            sequences=ids,
+            scores=self.scores,
+            logits=self.logits,
+            attentions=self.attentions,
+            hidden_states=self.hidden_states,
+            cache=cache,
+            speculation=self.stats,
+        )
+
+
+def _num_leading(flags: list[bool]) -> int:
+    return flags.index(False) if False in flags else len(flags)
+
+
+def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> int:
+    """The target's own token from `probs` `(V,)`; after a rejection from the normalised rest `max(p - q, 0)`."""
+    if rejected is not None:
+        rest = (probs - rejected).clamp(min=0)
+        probs = rest if rest.sum() > 0 else probs
+    return int(torch.multinomial(probs, 1))
+
+
+def _prompt_context(residual, positions, mask, config) -> tuple[torch.Tensor, torch.LongTensor]:
+    """Residuals `(1, C, m, D)` and positions `(C,)` of the prompt without its padding and what no window reaches."""
+    positions = positions[-residual.shape[1] :].to(residual.device)
+    if mask is not None:
+        real = mask[0, -residual.shape[1] :].bool().to(residual.device)
+        residual, positions = residual[:, real], positions[real]
+    if "full_attention" not in config.layer_types:
+        first = max(residual.shape[1] - (config.sliding_window - 1), 0)
+        residual, positions = residual[:, first:], positions[first:]
+    return residual, positions
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_call(generation_mode, config) -> None:
+    if generation_mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"a HyperDFlash drafter works with greedy decoding and sampling, not with {generation_mode.value} "
+            f"(num_beams={config.num_beams}): leave out assistant_model or the beams"
+        )
+    for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name}={getattr(config, name)} cannot be combined with a HyperDFlash drafter: unset it")
+    if config.guidance_scale not in (None, 1, 1.0):
+        raise ValueError(
+            f"guidance_scale={config.guidance_scale} runs a second forward of the target at every token and cannot be "
+            "combined with a drafter: unset it"
+        )
+    if config.cache_implementation not in (None, "dynamic"):
+        raise ValueError(
+            f"cache_implementation={config.cache_implementation!r} cannot be rewound for DeepSeek-V4: leave it unset"
+        )
+    if config.use_cache is False:
+        raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
+
+
+def _check_pair(drafter, target) -> None:
+    config, target_config = drafter.config, target.config
+    for what, ours, theirs in (
+        ("vocabulary", config.vocab_size, target_config.vocab_size),
+        ("hidden size", config.target_hidden_size, target_config.hidden_size),
+        ("hc_mult", config.hc_mult, target_config.hc_mult),
+        ("number of layers", config.target_num_hidden_layers, target_config.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"this drafter was made for a target with {what} {ours}, but the target has {theirs}: "
+                "make one with `hyperdflash init`"
+            )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = getattr(target_config, name)
+        if config.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+            raise ValueError(
+                f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
+            )
+    rows = target.get_input_embeddings().weight.shape[0]
+    if config.mask_token_id >= rows:
+        raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {rows} embedding rows")
+    if config.block_size < 2:
+        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
+    if drafter.device.type == "meta":
+        raise ValueError("the drafter has no weights (meta device): load it with from_pretrained")
+
+
+def _check_inputs(input_ids, generation_config, model_kwargs, synced_gpus) -> Cache:
+    if input_ids.shape[0] != 1:
+        raise ValueError(
+            f"a drafter works with batch size 1, got {input_ids.shape[0]} prompts: call generate for each"
+        )
+    if model_kwargs.get("inputs_embeds") is not None:
+        raise ValueError(
+            "inputs_embeds cannot be used: DeepSeek-V4's hash-routed layers need token ids, pass input_ids"
+        )
+    cache = model_kwargs.get("cache")
+    if cache is None:
+        raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
+    if synced_gpus:
+        raise ValueError("synced_gpus=True: a drafter does not support ZeRO-3 or FSDP generation across processes")
+    mask = model_kwargs.get("attention_mask")
+    prompt_length = mask.shape[1] if mask is not None else generation_config._mask_length
+    if cache.get_seq_length() >= prompt_length:
+        raise ValueError(
+            f"the cache passed in holds {cache.get_seq_length()} positions, but the prompt has {prompt_length} tokens: "
+            "pass the whole sequence, at least one token longer than the cache"
+        )
+    return cache
+
+
+# ---------------------------------------------------------------------------------------------------------- fingerprint
+
+
+def target_fingerprint(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """A few numbers of each tensor, from values rounded to bf16: its root mean square and eight evenly spaced entries.
+
+    Args:
+        tensors: hc_head's three tensors, the final norm and some embedding rows, under the names of `fingerprint_tensors`.
+    """
+    fingerprint = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().to("cpu", torch.bfloat16).float().flatten()
+        picked = flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel())).long()]
+        fingerprint[name] = [round(float(x), 8) for x in (flat.square().mean().sqrt(), *picked)]
+    return fingerprint
+
+
+def fingerprint_tensors(target: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor]:
+    """The tensors of a loaded target that identify it: hc_head, final norm, four embedding rows."""
+    rows = target.get_input_embeddings().weight
+    model = target.model
+    return {
+        "hc_head_fn": model.hc_head.hc_fn,
+        "hc_head_base": model.hc_head.hc_base,
+        "hc_head_scale": model.hc_head.hc_scale,
+        "norm.weight": model.norm.weight,
+        "embed.weight": rows[fingerprint_rows(rows.shape[0]).to(rows.device)],
+    }
+
+
+def fingerprint_rows(vocab_size: int) -> torch.LongTensor:
+    """Four evenly spaced embedding rows."""
+    return torch.linspace(0, vocab_size - 1, 4).long()
+
+
+def compare_fingerprint(fingerprint: dict | None, target: DeepseekV4ForCausalLM) -> list[str]:
+    """One line for each tensor of the target that differs from the fingerprint by more than bf16 rounding."""
+    if fingerprint is None:
+        return []
+    lines = []
+    for name, values in target_fingerprint(fingerprint_tensors(target)).items():
+        expected = fingerprint.get(name)
+        if expected is None:
+            lines.append(f"{name} is not in the drafter's fingerprint")
+            continue
+        scale = max(expected[0], 1e-6)
+        if len(expected) != len(values) or max(abs(a - b) for a, b in zip(values, expected, strict=True)) > scale / 64:
+            lines.append(f"{name} differs (root mean square {values[0]:.4g}, expected {expected[0]:.4g})")
+    return lines
+
+
+set_up_deepseek_v4()
