@@ -1,1 +1,31 @@
-"""HyperDFlash: lossless block speculative decoding for DeepSeek-V4."""
+"""HyperDFlash: lossless block speculative decoding for DeepSeek-V4, from its own un-collapsed residual.
+
+    from hyperdflash import HyperDFlashModel            # or AutoModel.from_pretrained(..., trust_remote_code=True)
+    target.generate(**inputs, assistant_model=drafter)  # greedy: the same ids as without the drafter
+
+Importing `HyperDFlashModel` teaches `DeepseekV4ForCausalLM` assisted generation (`generation_hyperdflash.py`). Exports
+are lazy: importing this package alone loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "HyperDFlashConfig": "configuration_hyperdflash",
+    "HyperDFlashModel": "modeling_hyperdflash",
+    "HyperDFlashGenerateOutput": "generation_hyperdflash",
+    "SpeculativeStats": "generation_hyperdflash",
+    "make_rewindable": "cache_hyperdflash",
+    "encode_messages": "encoding_deepseek_v4",
+    "encode_with_mask": "encoding_deepseek_v4",
+    "init_drafter": "generation.init",
+}
+
+__all__ = list(_EXPORTS)
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_EXPORTS[name]}", __name__), name)

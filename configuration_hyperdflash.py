@@ -1,7 +1,14 @@
 """Configuration of a HyperDFlash drafter. The defaults are the drafter for DeepSeek-V4-Flash."""
 
+from typing import TYPE_CHECKING
+
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    # Never runs, but is read: transformers names a folder's module by a hash over the files it imports, and takes two
+    # models for one when their configuration modules are the same. With this line the hash covers all of the code.
+    from .modeling_hyperdflash import HyperDFlashModel  # noqa: F401
 
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
@@ -40,7 +47,8 @@ class HyperDFlashConfig(PreTrainedConfig):
         encoding (`dict`, *optional*):
             Generation of the chat encoding and modes trained on, as `{"generation": ..., "modes": [...]}`.
 
-    Raises `ValueError` for values that contradict each other, naming them.
+    Raises huggingface_hub's `StrictDataclassClassValidationError` for values that contradict each other, naming them;
+    `StrictDataclassFieldValidationError` for a value of the wrong type.
     """
 
     model_type = "hyperdflash"

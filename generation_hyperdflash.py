@@ -38,7 +38,6 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.utils import _split_model_outputs
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
@@ -59,6 +58,8 @@ ROWWISE_PROCESSORS = (
     EtaLogitsWarper,
     LogitNormalization,
 )
+
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 
 # What the set-up replaces and what it expects of it: a moved seam is reported by name instead of failing deep inside.
 _SEAMS = {
@@ -83,7 +84,7 @@ def set_up_deepseek_v4() -> None:
 
     Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
     """
-    if getattr(DeepseekV4ForCausalLM._assisted_decoding, "asks_the_assistant", False):
+    if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
         return
     for name, expected in _SEAMS.items():
         method = getattr(GenerationMixin, name, None)
@@ -94,13 +95,12 @@ def set_up_deepseek_v4() -> None:
                 f"{transformers.__version__} does not have; tested versions: {', '.join(TESTED_TRANSFORMERS)}"
             )
     _assisted_decoding.asks_the_assistant = True
-    DeepseekV4ForCausalLM._assisted_decoding = _assisted_decoding
-    DeepseekV4ForCausalLM._validate_generation_mode = _validate_generation_mode
-    DeepseekV4ForCausalLM._prepare_cache_for_generation = _prepare_cache_for_generation
+    for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
+        name = method.__name__  # the library's signature stays visible: `generate` reads it
+        setattr(DeepseekV4ForCausalLM, name, functools.wraps(getattr(GenerationMixin, name))(method))
     DeepseekV4ForCausalLM._is_stateful = False
 
 
-@functools.wraps(GenerationMixin._assisted_decoding)
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
         return loop(self, input_ids, *args, **kwargs)
@@ -110,14 +110,12 @@ def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
         _stop_recording(kwargs.get("cache"))
 
 
-@functools.wraps(GenerationMixin._validate_generation_mode)
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
         validate(self, generation_mode, generation_config)
     GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
 
 
-@functools.wraps(GenerationMixin._prepare_cache_for_generation)
 def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
     GenerationMixin._prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -373,6 +371,14 @@ class _Loop:
         cache.activate_past_recording()
         context, positions = _prompt_context(tap.take(), prompt_positions, prompt_mask, drafter.config)
         position = int(prompt_positions[-1])  # of the last token that the target has seen
+        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries. Where
+        # positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
+        if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in target.config.layer_types):
+            most = 0
+            logger.warning_once(
+                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed attention "
+                "then depends on the tokens in a forward, so nothing is drafted. Pass the prompt without padding"
+            )
         finished, num_new = self.accept(outputs, None, None, first=True)
 
         step_inputs = target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
@@ -458,7 +464,7 @@ class _Loop:
         if num_drafts:
             self.stats.num_drafts.append(num_drafts)
             self.stats.num_accepted.append(num_accepted)
-        self.keep_states(outputs, start, num_new, first)
+        self.keep_states(outputs, num_new, first)
         self.stream(start, draft_ids, num_accepted)
         return finished, num_new
 
@@ -494,14 +500,20 @@ class _Loop:
             if token != draft:
                 return
 
-    def keep_states(self, outputs, start: int, num_new: int, first: bool) -> None:
-        """Hidden states and attentions that the user asked for, one entry a token, as in the library's loops."""
-        added = start + num_new if first else num_new
+    def keep_states(self, outputs, num_new: int, first: bool) -> None:
+        """Hidden states and attentions that the user asked for, one entry a token, as from plain `generate`."""
+        rows = range(num_new)
         if self.hidden_states is not None:
-            self.hidden_states = _split_model_outputs(self.hidden_states, outputs.hidden_states, start, added)
+            self.hidden_states += (
+                (outputs.hidden_states,)
+                if first
+                else tuple(tuple(layer[:, i : i + 1] for layer in outputs.hidden_states) for i in rows)
+            )
         if self.attentions is not None:
-            self.attentions = _split_model_outputs(
-                self.attentions, outputs.attentions, start, added, is_decoder_attention=True
+            self.attentions += (
+                (outputs.attentions,)
+                if first
+                else tuple(_row_attentions(outputs, self.target.config, i) for i in rows)
             )
 
     def stream(self, start: int, draft_ids: list[int], num_accepted: int) -> None:
@@ -539,6 +551,22 @@ def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> int:
         rest = (probs - rejected).clamp(min=0)
         probs = rest if rest.sum() > 0 else probs
     return int(torch.multinomial(probs, 1))
+
+
+def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
+    """Attentions `(1, heads, 1, keys)` of one row of a block, of its window and the entries closed by then: these are
+    the keys that a step of its own would have."""
+    end = outputs.cache.get_seq_length()
+    attentions = ()
+    for weights, layer_type in zip(outputs.attentions, config.layer_types, strict=True):
+        rate = config.compress_rates.get(layer_type, end + 1)  # sliding layers have no entries
+        num_later = weights.shape[2] - row - 1
+        num_keys = weights.shape[-1] - end // rate
+        window = slice(max(num_keys - num_later - config.sliding_window, 0), num_keys - num_later)
+        entries = slice(num_keys, num_keys + (end - num_later) // rate)
+        weights = weights[:, :, row : row + 1]
+        attentions += (torch.cat([weights[..., window], weights[..., entries]], dim=-1),)
+    return attentions
 
 
 def _prompt_context(residual, positions, mask, config) -> tuple[torch.Tensor, torch.LongTensor]:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from tiny_v4 import CSA, HCA, MIXED, SLIDING, random_ids, tiny_target
+from tiny_v4 import CSA, HCA, MIXED, SLIDING, assert_same_state, random_ids, tiny_target
 from transformers import DynamicCache, StaticCache
 
 from hyperdflash.cache_hyperdflash import RewindableSlidingLayer, make_rewindable
@@ -19,37 +19,6 @@ def new_cache(model):
 @torch.no_grad()
 def forward(model, cache, ids):
     return model(ids, cache=cache, use_cache=True).logits
-
-
-def states(layer) -> dict[str, torch.Tensor | int]:
-    """Every tensor and counter reachable from a layer, except the rewind record; tensors of no elements as absent."""
-    found = {}
-
-    def walk(name, value):
-        if isinstance(value, dict):
-            for key, item in value.items():
-                walk(f"{name}.{key}", item)
-        elif isinstance(value, torch.Tensor) and value.numel():
-            found[name] = value
-        elif isinstance(value, int) and not isinstance(value, bool):
-            found[name] = value
-
-    for name, value in vars(layer).items():
-        if name not in ("num_recorded", "_rows", "_first_entry", "_slices", "_sliding_window_tensor"):
-            walk(name, value)
-    return found
-
-
-def assert_same_state(cache, fresh, tolerance=1e-5):
-    for layer, expected in zip(cache.layers, fresh.layers, strict=True):
-        got, want = states(layer), states(expected)
-        assert got.keys() == want.keys()
-        for name, value in want.items():
-            if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(got[name], value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
-            else:
-                assert got[name] == value, name
-    assert len({cache.get_seq_length(i) for i in range(len(cache.layers))}) == 1
 
 
 @pytest.mark.parametrize("stack", STACKS)

@@ -5,8 +5,13 @@ entries these tests reach: with fewer, ReLU scores of a random indexer tie exact
 from a full forward.
 """
 
+from collections.abc import Callable
+
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MIXED = (SLIDING, CSA, HCA)
@@ -66,3 +71,131 @@ def tiny_target(layer_types=MIXED, *, seed=0, **kwargs) -> DeepseekV4ForCausalLM
 def random_ids(length: int, *, seed=0, vocab_size=VOCAB_SIZE - 1) -> torch.LongTensor:
     """A prompt of shape (1, length) without the mask token."""
     return torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def tiny_drafter_config(target, *, block_size=4, context_source="pre_hc_head", **kwargs) -> HyperDFlashConfig:
+    """A small drafter's config for `target`; tapped layers need `reducer="fc"`, which is then the default."""
+    config = target.config
+    defaults = {
+        "mask_token_id": config.vocab_size - 1,
+        "reducer": "hc_gate" if context_source == "pre_hc_head" else "fc",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "sliding_window": 64,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.15,
+    }
+    return HyperDFlashConfig(
+        block_size=block_size,
+        context_source=context_source,
+        hc_mult=config.hc_mult,
+        target_hidden_size=config.hidden_size,
+        target_num_hidden_layers=config.num_hidden_layers,
+        vocab_size=config.vocab_size,
+        **{**defaults, **kwargs},
+    )
+
+
+def tiny_drafter(target, *, seed=1, **kwargs) -> HyperDFlashModel:
+    """A random drafter in eval mode: real drafts, nearly all of them wrong."""
+    torch.manual_seed(seed)
+    return HyperDFlashModel(tiny_drafter_config(target, **kwargs)).eval()
+
+
+ALWAYS = 1000
+
+
+class ScriptedDrafter(HyperDFlashModel):
+    """A drafter that proposes what a script says; only `draft` is replaced, so everything else is the real thing.
+
+    Its logits are a point mass on each proposed id. `rounds` counts its calls since the last `follow`.
+    """
+
+    def follow(self, sequence: torch.LongTensor, pattern: int | None | Callable[[int], int | None], *, pads: int = 0):
+        """Draft from `sequence` `(1, T)`: prompt and continuation, `pads` of it left padding.
+
+        `pattern`, or `pattern(round)`, is the number of leading drafts that are right (the next one is wrong, the ones
+        behind it right again), or None for no draft at all. Behind the end of `sequence` any id is "right".
+        """
+        self.sequence, self.pads, self.rounds = sequence[0].tolist(), pads, 0
+        self.pattern = pattern if callable(pattern) else lambda _: pattern
+        return self
+
+    def draft(self, context, context_positions, anchor_id, position, num_drafts, target, cache):
+        right = self.pattern(self.rounds)
+        self.rounds += 1
+        start = position + self.pads + 1
+        ids = (self.sequence[start : start + num_drafts] + [1] * num_drafts)[: num_drafts if right is not None else 0]
+        if right is not None and right < len(ids):
+            ids[right] = (ids[right] + 1) % (self.config.vocab_size - 1)
+        logits = torch.full((len(ids), self.config.vocab_size), float("-inf"), device=anchor_id.device)
+        logits[range(len(ids)), ids] = 0.0
+        return logits
+
+
+def scripted_drafter(target, sequence=None, pattern=ALWAYS, **kwargs) -> ScriptedDrafter:
+    """Always right (`ALWAYS`, the default), never (0), the first j (j), None (empty), or a function of the round."""
+    torch.manual_seed(1)
+    drafter = ScriptedDrafter(tiny_drafter_config(target, **kwargs)).eval()
+    return drafter if sequence is None else drafter.follow(sequence, pattern)
+
+
+def greedy(target, prompt, max_new_tokens, **kwargs):
+    """Plain or assisted greedy decoding."""
+    return target.generate(prompt, do_sample=False, max_new_tokens=max_new_tokens, **kwargs)
+
+
+def states(layer) -> dict[str, torch.Tensor | int]:
+    """Every tensor and counter reachable from a cache layer, except the rewind record; empty tensors as absent."""
+    found = {}
+
+    def walk(name, value):
+        if isinstance(value, dict):
+            for key, item in value.items():
+                walk(f"{name}.{key}", item)
+        elif value.numel() if isinstance(value, torch.Tensor) else type(value) is int:
+            found[name] = value
+
+    for name, value in vars(layer).items():
+        if name not in ("num_recorded", "_rows", "_first_entry", "_slices", "_sliding_window_tensor"):
+            walk(name, value)
+    return found
+
+
+def assert_same_state(cache, fresh, tolerance=1e-5):
+    """Two caches hold the same positions, entries, buffers and counters."""
+    for layer, expected in zip(cache.layers, fresh.layers, strict=True):
+        got, want = states(layer), states(expected)
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(got[name], value, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+            else:
+                assert got[name] == value, name
+    assert len({cache.get_seq_length(i) for i in range(len(cache.layers))}) == 1
+
+
+PATTERNS = {
+    "always": ALWAYS,
+    "never": 0,
+    "first two": 2,
+    "empty": None,
+    "mixed": lambda r: (0, None, ALWAYS, 1)[r % 4],
+}
+
+
+def assert_lossless(target, prompt, want, sequence=None, *, patterns=tuple(PATTERNS), block_size=4, pads=0, **kwargs):
+    """Greedy decoding gives the ids `want` with drafters that follow `sequence` (by default `want`) in every pattern.
+
+    `kwargs` are `generate`'s; a callable among them named `fresh` makes more of them, anew for every call.
+    """
+    fresh = kwargs.pop("fresh", dict)
+    for name in patterns:
+        drafter = scripted_drafter(target, block_size=block_size)
+        drafter.follow(want if sequence is None else sequence, PATTERNS[name], pads=pads)
+        got = target.generate(prompt, do_sample=False, assistant_model=drafter, **kwargs, **fresh())
+        assert got.tolist() == want.tolist(), name

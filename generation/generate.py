@@ -1,0 +1,152 @@
+"""`hyperdflash generate TARGET [DRAFTER]`: a prompt or chat in, streamed text and a line of statistics out.
+
+    hyperdflash generate examples/tiny/target examples/tiny/drafter --prompt "Find the value of d: 3*d + 4 = 19" \\
+        --show-drafts
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..encoding_deepseek_v4 import MODES, encode_with_mask
+from ..modeling_hyperdflash import HyperDFlashModel
+from .metrics import describe
+from .streaming import LEGEND, DraftStreamer
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "generate",
+        help="generate text with a target and its drafter",
+        description="Generate text from a prompt or chat. Greedy unless --temperature is above 0.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
+    parser.add_argument("drafter", nargs="?", help="folder or Hub id of its drafter; without one, plain decoding")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", help="one user message")
+    source.add_argument("--prompt-file", type=Path, help="a text file with one user message")
+    source.add_argument("--chat-file", type=Path, help='JSON: a list of {"role", "content"}, or {"messages": [...]}')
+    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat encoding")
+    parser.add_argument("--mode", choices=MODES, default="non-thinking")
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
+    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num-assistant-tokens", type=int, help="drafts a round (default: the drafter's block)")
+    parser.add_argument("--show-drafts", action="store_true", help="colour accepted, own and rejected tokens")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
+    parser.add_argument("--target-revision")
+    parser.add_argument("--drafter-revision")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status."""
+    messages = read_messages(args)  # before the model: a wrong file should not cost a load
+    if args.max_new_tokens < 1:
+        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.show_drafts and args.drafter is None:
+        raise ValueError("--show-drafts needs a drafter: hyperdflash generate TARGET DRAFTER ...")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
+    drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target) if args.drafter else None
+    input_ids = prompt_ids(messages, tokenizer, args).to(target.device)
+    limit = target.config.max_position_embeddings
+    if input_ids.shape[1] + args.max_new_tokens > limit:
+        raise ValueError(
+            f"{input_ids.shape[1]} prompt tokens and --max-new-tokens {args.max_new_tokens} exceed the target's "
+            f"{limit} positions"
+        )
+    streamer = DraftStreamer(tokenizer)
+    if args.show_drafts:
+        streamer.console.print(LEGEND)
+    output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
+    num_new = output.sequences.shape[1] - input_ids.shape[1]
+    line = f"{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s"
+    if drafter is not None:
+        line += f"; {describe(output.speculation)}"
+    print(line, file=sys.stderr)
+    return 0
+
+
+def timed_generate(target, input_ids, args, drafter, streamer):
+    """`generate` with the command's options; returns its output and the seconds it took."""
+    torch.manual_seed(args.seed)
+    options = {"do_sample": args.temperature > 0}
+    if options["do_sample"]:
+        options |= {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
+    if args.num_assistant_tokens is not None:
+        options["num_assistant_tokens"] = args.num_assistant_tokens
+    start = time.perf_counter()
+    output = target.generate(
+        input_ids,
+        attention_mask=torch.ones_like(input_ids),
+        assistant_model=drafter,
+        streamer=streamer,
+        max_new_tokens=args.max_new_tokens,
+        return_dict_in_generate=True,
+        **options,
+    )
+    return output, time.perf_counter() - start
+
+
+def read_messages(args: argparse.Namespace) -> list[dict]:
+    """The chat to continue. Raises `ValueError` that names the file for anything else than a list of messages."""
+    if args.chat_file is None:
+        text = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8-sig")
+        if not text.strip():
+            raise ValueError("the prompt is empty")
+        return [{"role": "user", "content": text}]
+    try:
+        chat = json.loads(args.chat_file.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{args.chat_file} is no JSON: {error}") from error
+    messages = chat.get("messages") if isinstance(chat, dict) else chat
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        raise ValueError(f'{args.chat_file} must hold a list of {{"role", "content"}} messages')
+    return messages
+
+
+def prompt_ids(messages: list[dict], tokenizer, args: argparse.Namespace) -> torch.LongTensor:
+    """Prompt ids `(1, T)` in V4's chat encoding, or of the bare text with --raw."""
+    if args.raw:
+        text = "\n".join(message["content"] for message in messages)
+        return torch.tensor([[tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False).input_ids]])
+    ids, _ = encode_with_mask(
+        messages,
+        tokenizer,
+        mode=args.mode,
+        effort=args.effort,
+        generation=args.generation,
+        add_generation_prompt=True,
+    )
+    return torch.tensor([ids])
+
+
+def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
+    """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    if config.model_type != "deepseek_v4":
+        raise ValueError(f"{name} is a {config.model_type} model; HyperDFlash drafts for deepseek_v4")
+    target = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, device_map=device_map)
+    return target.eval(), AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def load_drafter(name: str, revision: str | None, dtype: str, target) -> HyperDFlashModel:
+    """The drafter, by this package's own code, on the target's device."""
+    return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=dtype).eval().to(target.device)

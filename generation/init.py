@@ -1,0 +1,439 @@
+"""Make a drafter for a DeepSeek-V4 checkpoint: `hyperdflash init TARGET OUT`.
+
+    hyperdflash init deepseek-ai/DeepSeek-V4-Flash drafter                 # a Hub id: fetches up to three shards
+    hyperdflash init examples/tiny/target drafter --mask-token-id 3        # seconds on a CPU
+
+Of the target only `config.json`, the safetensors index and a few tensors are read: hc_head's three, the final norm and
+four embedding rows, from the shards that hold them, in the official naming or in transformers'. None of them is ever
+quantised. The result is a Hub folder: configuration, random weights around the inherited gate, the code, and
+`custom_generate/`.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import DeepseekV4Config
+
+from ..configuration_hyperdflash import CONTEXT_SOURCES, REDUCERS, HyperDFlashConfig
+from ..generation_hyperdflash import fingerprint_rows, target_fingerprint
+from ..modeling_hyperdflash import HyperDFlashModel
+
+logger = logging.getLogger(__name__)
+
+V4_VOCAB_SIZE, V4_MASK_TOKEN_ID = 129280, 128799  # DeepSeek's own drafters use this token for the slots to predict
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+PLAIN_DTYPES = ("F32", "BF16", "F16")
+
+# Official name -> the names that `save_pretrained` of the causal model and of the bare model write.
+TENSOR_NAMES = {
+    "hc_head_fn": ("model.hc_head.hc_fn", "hc_head.hc_fn"),
+    "hc_head_base": ("model.hc_head.hc_base", "hc_head.hc_base"),
+    "hc_head_scale": ("model.hc_head.hc_scale", "hc_head.hc_scale"),
+    "norm.weight": ("model.norm.weight",),
+    "embed.weight": ("model.embed_tokens.weight", "embed_tokens.weight"),
+}
+GATE_TENSORS = ("hc_head_fn", "hc_head_base", "hc_head_scale")
+
+
+# ---------------------------------------------------------------------------------------------------------- the target
+
+
+class TargetCheckpoint:
+    """The parts of a V4 checkpoint that a drafter inherits; opens nothing else.
+
+    Attributes:
+        name (`str`): the Hub id, or a local folder's own name.
+        revision (`str`, *optional*): the commit that every file comes from; None for a folder.
+        config (`DeepseekV4Config`): the target's configuration.
+
+    Raises `ValueError` for what is no DeepSeek-V4 checkpoint, `OSError` when a file is missing.
+    """
+
+    def __init__(self, target: str | Path, revision: str | None = None):
+        folder = Path(target).expanduser()
+        self.folder = folder.resolve() if folder.is_dir() else None
+        if self.folder is not None:
+            if revision is not None:
+                raise ValueError(f"revision={revision!r} belongs to a Hub id, but {target} is a folder")
+            self.name, self.revision = self.folder.name, None
+        else:
+            self.name, self.revision = str(target), _resolve_revision(str(target), revision)
+        raw = json.loads(self.file("config.json").read_text())
+        _check_model_type(raw, self.name)
+        self.config = DeepseekV4Config.from_dict(raw)
+        self.files = self._files()
+        if any(name.startswith("mtp.0.main_proj") for name in self.files) or "dspark_block_size" in raw:
+            logger.warning(
+                f"{self.name} carries DSpark under mtp.0..2, so it lacks the native MTP module (method mtp, which the "
+                "preview checkpoint has). It serves as a target all the same: mtp.* is not read"
+            )
+
+    def file(self, name: str) -> Path:
+        """The path of one file of the checkpoint, fetched if need be."""
+        if self.folder is not None:
+            if not (self.folder / name).is_file():
+                raise FileNotFoundError(f"{self.name} has no {name}")
+            return self.folder / name
+        return Path(hf_hub_download(self.name, name, revision=self.revision))
+
+    def _files(self) -> dict[str, str]:
+        """The name of every tensor, and the file it is in."""
+        try:
+            return json.loads(self.file(INDEX_FILE).read_text())["weight_map"]
+        except (EntryNotFoundError, FileNotFoundError):
+            pass
+        try:
+            path = self.file(SINGLE_FILE)
+        except (EntryNotFoundError, FileNotFoundError) as error:
+            raise FileNotFoundError(
+                f"{self.name} has neither {INDEX_FILE} nor {SINGLE_FILE}; init needs weights as safetensors: {error}"
+            ) from error
+        with _open(path) as f:
+            return dict.fromkeys(f.keys(), SINGLE_FILE)
+
+    def __contains__(self, name: str) -> bool:
+        return self._stored_name(name) is not None
+
+    def _stored_name(self, name: str) -> str | None:
+        return next((n for n in (name, *TENSOR_NAMES[name]) if n in self.files), None)
+
+    def read(self, name: str, shape: tuple[int, ...], rows=None) -> torch.Tensor:
+        """Read one tensor, or some rows of it, in the dtype it is stored in.
+
+        Args:
+            name: an official name of `TENSOR_NAMES`.
+            shape: what its shape must be.
+            rows: a function of the number of rows, which picks the rows to be read.
+        """
+        stored = self._stored_name(name)
+        if stored is None:
+            raise ValueError(f"{self.name} has no tensor {name} (looked for {', '.join((name, *TENSOR_NAMES[name]))})")
+        with _open(self.file(self.files[stored])) as f:
+            part = f.get_slice(stored)
+            found, dtype = tuple(part.get_shape()), part.get_dtype()
+            if found != shape:
+                raise ValueError(f"{self.name}: {stored} has shape {found}, but its config says {shape}")
+            if dtype not in PLAIN_DTYPES:
+                raise ValueError(
+                    f"{self.name}: {stored} is stored as {dtype}, but a drafter inherits plain floating-point tensors "
+                    f"({', '.join(PLAIN_DTYPES)}): take a checkpoint with hc_head, norm and embedding unquantised"
+                )
+            if rows is None:
+                return f.get_tensor(stored)
+            return torch.cat([part[int(i) : int(i) + 1] for i in rows(found[0])])
+
+
+def _resolve_revision(repo: str, revision: str | None) -> str:
+    """The commit that a revision of a Hub id stands for. All files of the target are taken from this one."""
+    try:
+        path = hf_hub_download(repo, "config.json", revision=revision)
+    except (OSError, HFValidationError) as error:
+        at = "" if revision is None else f" at revision {revision}"
+        raise OSError(
+            f"{repo} is no folder here, and its config.json{at} cannot be had from the Hub: {error}"
+        ) from error
+    return Path(path).parent.name  # the cache keeps files in a folder named for the commit
+
+
+@contextmanager
+def _open(path: Path):
+    try:
+        with safe_open(path, framework="pt") as f:
+            yield f
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path.name} is no readable safetensors file (cut short, or a Git LFS pointer?): {error}"
+        ) from error
+
+
+def _check_model_type(raw: dict, name: str) -> None:
+    model_type = raw.get("model_type")
+    if model_type == "deepseek_v4":
+        return
+    if str(model_type).startswith("deepseek_v41"):
+        raise ValueError(
+            f"{name} is DeepSeek-V4.1 (model_type {model_type!r}): its checkpoint has no learned hc_head to inherit, "
+            "and transformers 5.24 has no model class for it. HyperDFlash needs DeepSeek-V4 (model_type 'deepseek_v4')"
+        )
+    raise ValueError(f"{name} has model_type {model_type!r}, but a HyperDFlash target has model_type 'deepseek_v4'")
+
+
+# --------------------------------------------------------------------------------------------------------- the drafter
+
+
+def default_sizes(hidden_size: int, num_attention_heads: int | None = None, head_dim: int | None = None) -> dict:
+    """The drafter's sizes for a width: at 4096 those of the V4-Flash drafter, at others the same proportions.
+
+    Five layers from a width of 1024 on, else two; an MLP of three times the width, rounded up to a multiple of 64;
+    heads that together are as wide as the model, four of them to a key/value head where that divides.
+    """
+    if head_dim is None:
+        head_dim = next(d for d in (128, 64, 16) if hidden_size >= 8 * d or d == 16)
+    heads = num_attention_heads or max(hidden_size // head_dim, 1)
+    return {
+        "num_hidden_layers": 5 if hidden_size >= 1024 else 2,
+        "intermediate_size": -(-3 * hidden_size // 64) * 64,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads if heads % 4 else heads // 4,
+        "head_dim": head_dim,
+    }
+
+
+def spread_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Evenly spaced target layers for vanilla DFlash, from the second to the third-last."""
+    last = max(num_target_layers - 3, 1)
+    return sorted({min(round(float(i)), num_target_layers - 1) for i in torch.linspace(1, last, num_layers)})
+
+
+def choose_mask_token(target: DeepseekV4Config, mask_token_id: int | None) -> int:
+    """The mask token, checked. Raises `ValueError` when none is given for a vocabulary that is not V4's, or when it is
+    outside the vocabulary or one of the target's special tokens."""
+    V = target.vocab_size
+    if mask_token_id is None:
+        if V != V4_VOCAB_SIZE:
+            raise ValueError(
+                f"which token of the target's {V} is free for use as the mask is not known (V4-Flash's is "
+                f"{V4_MASK_TOKEN_ID} of {V4_VOCAB_SIZE}): say it with --mask-token-id (mask_token_id=)"
+            )
+        mask_token_id = V4_MASK_TOKEN_ID
+    if not 0 <= mask_token_id < V:
+        raise ValueError(f"mask_token_id {mask_token_id} is outside the target's vocabulary of {V} tokens")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = getattr(target, name)
+        if mask_token_id in (ids if isinstance(ids, list) else [ids]):
+            raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose a token of its own")
+    return mask_token_id
+
+
+def why_no_gate(context_source: str, hidden_size: int, target: DeepseekV4Config, has_hc_head: bool) -> str | None:
+    """Why the gate cannot be inherited from the target, or None when it can."""
+    if context_source != "pre_hc_head":
+        return f"context_source {context_source!r} is not the residual that hc_head collapses"
+    if hidden_size != target.hidden_size:
+        return f"the drafter's width {hidden_size} is not the target's {target.hidden_size}"
+    if not has_hc_head:
+        return "the target has no learned hc_head"
+    return None
+
+
+def drafter_config(
+    target: DeepseekV4Config,
+    *,
+    has_hc_head: bool = True,
+    reducer: str | None = None,
+    context_source: str = "pre_hc_head",
+    mask_token_id: int | None = None,
+    hidden_size: int | None = None,
+    target_layer_ids: list[int] | None = None,
+    num_attention_heads: int | None = None,
+    head_dim: int | None = None,
+    **kwargs,
+) -> HyperDFlashConfig:
+    """The drafter's configuration for a target's; arguments and errors as in `init_drafter`, None for the default."""
+    hidden_size = hidden_size or target.hidden_size
+    reason = why_no_gate(context_source, hidden_size, target, has_hc_head)
+    if reducer == "hc_gate" and reason:
+        raise ValueError(f"reducer 'hc_gate' cannot be inherited: {reason}. Leave reducer out for 'fc'")
+    if reducer is None and reason:
+        logger.warning(f"reducer 'fc' (a dense projection) instead of 'hc_gate': {reason}")
+    sizes = default_sizes(hidden_size, num_attention_heads, head_dim)
+    sizes.update({name: value for name, value in kwargs.items() if value is not None})
+    if context_source == "hidden_layers" and target_layer_ids is None:
+        target_layer_ids = spread_layers(target.num_hidden_layers, sizes["num_hidden_layers"])
+    mask_token_id = choose_mask_token(target, mask_token_id)
+    try:
+        return HyperDFlashConfig(
+            mask_token_id=mask_token_id,
+            context_source=context_source,
+            target_layer_ids=target_layer_ids,
+            reducer=reducer or ("fc" if reason else "hc_gate"),
+            hc_mult=target.hc_mult,
+            hc_eps=target.hc_eps,
+            target_hidden_size=target.hidden_size,
+            target_num_hidden_layers=target.num_hidden_layers,
+            vocab_size=target.vocab_size,
+            hidden_size=hidden_size,
+            rms_norm_eps=target.rms_norm_eps,
+            max_position_embeddings=target.max_position_embeddings,
+            **sizes,
+        )
+    except StrictDataclassError as error:
+        raise ValueError(str(error.__cause__ or error)) from error
+
+
+def init_drafter(
+    target: str | Path,
+    output: str | Path,
+    *,
+    num_hidden_layers: int | None = None,
+    block_size: int = 7,
+    reducer: str | None = None,
+    context_source: str = "pre_hc_head",
+    mask_token_id: int | None = None,
+    hidden_size: int | None = None,
+    intermediate_size: int | None = None,
+    num_attention_heads: int | None = None,
+    num_key_value_heads: int | None = None,
+    head_dim: int | None = None,
+    sliding_window: int | None = None,
+    target_layer_ids: list[int] | None = None,
+    revision: str | None = None,
+    seed: int = 0,
+) -> Path:
+    """Make a drafter folder for a target: its gate inherited, everything else random.
+
+    Args:
+        target: a folder or Hub id of a DeepSeek-V4 checkpoint; stored as its Hub id or the folder's own name.
+        output: the folder to be made; it must not exist or be empty.
+        block_size: positions of a block, the anchor included.
+        reducer: `"hc_gate"` wherever the gate can be inherited, else `"fc"`, which a warning then says. `"mean"` and
+            `"fc"` can be asked for.
+        mask_token_id: a token of the target that texts do not use; needed unless the vocabulary is V4's 129,280.
+        hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of
+            the drafter, by default those of `default_sizes` at the target's width.
+        target_layer_ids: for `context_source="hidden_layers"`, by default one for each drafter layer, evenly spaced.
+        revision: branch, tag or commit of a Hub id; the commit is stored.
+        seed: of the random weights.
+
+    Returns the folder's path.
+
+    Raises `ValueError` for a target that is not DeepSeek-V4 or options that contradict it, `OSError` when `output` is
+    in use or a file of the target is missing. Nothing is left behind then.
+    """
+    output = _check_output(output)
+    checkpoint = TargetCheckpoint(target, revision)
+    has_hc_head = any(name in checkpoint for name in GATE_TENSORS)
+    config = drafter_config(
+        checkpoint.config,
+        has_hc_head=has_hc_head,
+        reducer=reducer,
+        context_source=context_source,
+        mask_token_id=mask_token_id,
+        hidden_size=hidden_size,
+        target_layer_ids=target_layer_ids,
+        num_attention_heads=num_attention_heads,
+        head_dim=head_dim,
+        num_hidden_layers=num_hidden_layers,
+        block_size=block_size,
+        intermediate_size=intermediate_size,
+        num_key_value_heads=num_key_value_heads,
+        sliding_window=sliding_window,
+    )
+    tensors = read_identity(checkpoint, has_hc_head)
+    config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
+    config.target_fingerprint = target_fingerprint(tensors)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = HyperDFlashModel(config)
+    if config.reducer == "hc_gate":
+        with torch.no_grad():
+            for name in GATE_TENSORS:
+                getattr(model.reducer, name.replace("hc_head_", "hc_")).copy_(tensors[name])
+    with _written_whole(output) as folder:
+        model.save_pretrained(folder)
+        copy_custom_generate(folder)
+    return output
+
+
+def read_identity(checkpoint: TargetCheckpoint, has_hc_head: bool = True) -> dict[str, torch.Tensor]:
+    """The tensors that a drafter inherits or is identified by, under their official names."""
+    config = checkpoint.config
+    m, D = config.hc_mult, config.hidden_size
+    shapes = {"hc_head_fn": (m, m * D), "hc_head_base": (m,), "hc_head_scale": (1,), "norm.weight": (D,)}
+    tensors = {
+        name: checkpoint.read(name, shape) for name, shape in shapes.items() if has_hc_head or name not in GATE_TENSORS
+    }
+    tensors["embed.weight"] = checkpoint.read("embed.weight", (config.vocab_size, D), rows=fingerprint_rows)
+    return tensors
+
+
+def copy_custom_generate(folder: str | Path) -> None:
+    """Add `custom_generate/`, which `save_pretrained` does not know of, to a drafter's folder."""
+    destination = Path(folder) / "custom_generate"
+    destination.mkdir(exist_ok=True)
+    shutil.copyfile(Path(__file__).parents[1] / "custom_generate" / "generate.py", destination / "generate.py")
+
+
+def _check_output(output: str | Path) -> Path:
+    output = Path(output).expanduser().resolve()
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise FileExistsError(f"{output} exists and is not an empty folder: choose another, or remove it first")
+    return output
+
+
+@contextmanager
+def _written_whole(output: Path):
+    """A sibling folder that becomes `output` when the block ends, and vanishes when it fails."""
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if output.exists():
+            output.rmdir()
+        partial.rename(output)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `init` command to an argparse sub-parsers object."""
+    parser = subparsers.add_parser(
+        "init",
+        help="make a drafter for a DeepSeek-V4 checkpoint",
+        description="Make a drafter folder for a DeepSeek-V4 checkpoint. Only its config, hc_head, norm and four "
+        "embedding rows are read.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the DeepSeek-V4 checkpoint")
+    parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
+    parser.add_argument(
+        "--block-size", type=int, default=7, help="positions of a block, the anchor included (default 7)"
+    )
+    parser.add_argument("--mask-token-id", type=int, help="needed unless the vocabulary is V4's 129,280")
+    parser.add_argument("--context-source", choices=CONTEXT_SOURCES, default="pre_hc_head")
+    parser.add_argument("--reducer", choices=REDUCERS, help="default: hc_gate wherever it can be inherited, else fc")
+    parser.add_argument(
+        "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
+    )
+    for name in _SIZE_OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+_SIZE_OPTIONS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status. Raises what `init_drafter` raises."""
+    names = ("revision", "block_size", "mask_token_id", "context_source", "reducer", "target_layer_ids", "seed")
+    output = init_drafter(args.target, args.output, **{name: getattr(args, name) for name in names + _SIZE_OPTIONS})
+    config = json.loads((output / "config.json").read_text())
+    print(
+        f"{output}: a drafter of {config['num_hidden_layers']} layers for {config['target_name_or_path']}, "
+        f"reducer {config['reducer']}, {config['block_size'] - 1} drafts a block. It is untrained"
+    )
+    return 0

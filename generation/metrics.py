@@ -1,0 +1,34 @@
+"""Figures about a pair of runs: what speculative decoding changed (nothing), and what it gained."""
+
+import torch
+
+from ..generation_hyperdflash import SpeculativeStats
+
+
+@torch.no_grad()
+def first_difference(target, plain: torch.LongTensor, other: torch.LongTensor) -> tuple[int, float] | None:
+    """Where two greedy runs part, and the target's own top-2 logit gap there.
+
+    Args:
+        plain, other (`torch.LongTensor` of shape `(1, T)`): sequences with the same prompt.
+
+    Returns:
+        None when they are equal; else the position and the gap, which is at rounding level when a tie explains it.
+    """
+    length = min(plain.shape[1], other.shape[1])
+    different = (plain[0, :length] != other[0, :length]).nonzero()
+    if not len(different):
+        return None if plain.shape == other.shape else (length, float("nan"))
+    position = int(different[0])
+    logits = target(plain[:, :position], use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    best, second = logits.topk(2).values.tolist()
+    return position, best - second
+
+
+def describe(stats: SpeculativeStats) -> str:
+    """One line: rounds, tau, accepted drafts, and acceptance by position."""
+    rates = " ".join(f"{rate:.2f}" for rate in stats.per_position_acceptance_rates)
+    return (
+        f"{len(stats.num_drafts)} rounds, acceptance length (tau) {stats.acceptance_length:.2f}, "
+        f"accepted drafts {stats.accepted_drafts:.2f} a round, by position {rates or '-'}"
+    )

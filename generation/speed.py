@@ -1,0 +1,201 @@
+"""Where the time of a round goes, on the tiny pair: `make bench`, or `python -m hyperdflash.generation.speed`.
+
+Everything is measured in one run, plain and drafted decoding interleaved, one thread; read the ratios, not the times.
+Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
+(c) the share of rewinding; (d) bytes held by the cache.
+"""
+
+import argparse
+import statistics
+import time
+from contextlib import contextmanager
+
+import torch
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from ..cache_hyperdflash import RewindableSlidingLayer, make_rewindable
+from ..generation_hyperdflash import SpeculativeStats
+from ..modeling_hyperdflash import HyperDFlashModel
+from .demo import PROMPTS, TINY
+from .demo import generate as generate_demo
+from .generate import load_drafter, load_target
+
+NEW_TOKENS = 96
+
+
+class Clock:
+    """Seconds inside the target's forward, the drafter's (with the LM head of its drafts), and `crop`, of one call."""
+
+    def __init__(self, target, drafter):
+        self.target, self.drafter, self.head = target, drafter, target.get_output_embeddings()
+        self.reset()
+
+    def reset(self):
+        self.target_s, self.draft_s, self.crop_s, self.steps, self.draft_by_round = [], 0.0, 0.0, 0, []
+        self._starts, self._in_target = {}, False
+
+    @contextmanager
+    def running(self):
+        """Hooks on the modules for the length of a `with`."""
+        crop = RewindableSlidingLayer.crop
+        handles = [
+            handle
+            for module in (self.target, self.drafter, self.head)
+            for handle in (
+                module.register_forward_pre_hook(self._enter),
+                module.register_forward_hook(self._leave),
+            )
+        ]
+
+        def timed_crop(layer, tokens_to_remove):
+            start = time.perf_counter()
+            crop(layer, tokens_to_remove)
+            self.crop_s += time.perf_counter() - start
+
+        RewindableSlidingLayer.crop = timed_crop
+        try:
+            yield self
+        finally:
+            RewindableSlidingLayer.crop = crop
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module, args):
+        self._in_target |= module is self.target
+        self._starts[module] = time.perf_counter()
+
+    def _leave(self, module, args, output):
+        seconds = time.perf_counter() - self._starts[module]
+        if module is self.target:
+            self._in_target = False
+            self.target_s.append(seconds)
+        elif module is self.drafter:
+            self.draft_by_round.append(seconds)
+            self.draft_s += seconds
+        elif not self._in_target:
+            self.draft_s += seconds
+
+
+def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
+    """(a) and (c): what a round and a plain step spend outside the forwards; the prefill is left out."""
+    clock = Clock(target, drafter)
+    rounds, steps, crops, whole_rounds, stats = [], [], [], [], SpeculativeStats()
+    speedups = []
+    with clock.running():
+        for _ in range(repeats):
+            for prompt in PROMPTS.values():
+                seconds = {}
+                for assistant in (None, drafter):
+                    clock.reset()
+                    output, seconds[assistant] = generate_demo(target, tokenizer, prompt, NEW_TOKENS, assistant)
+                    count = len(clock.target_s) - 1
+                    prefill = clock.target_s[0]
+                    rest = seconds[assistant] - sum(clock.target_s) - clock.draft_s
+                    if assistant is None:
+                        steps.append(rest / (count + 1))
+                    else:
+                        rounds.append(rest / (count + 1))
+                        crops.append(clock.crop_s / count / len(target.model.layers))
+                        whole_rounds.append((seconds[assistant] - prefill) / count)
+                        stats.extend(output.speculation)
+                speedups.append(seconds[None] / seconds[drafter])
+    ratio = [r / s for r, s in zip(rounds, steps, strict=True)]
+    print(
+        f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [at most 1.3]"
+    )
+    share = [c * len(target.model.layers) / w for c, w in zip(crops, whole_rounds, strict=True)]
+    print(
+        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us a layer, {spread(share, '.1%')} of a round  [under 5%]"
+    )
+    print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
+
+
+def drafter_time(target, drafter) -> None:
+    """(b): seconds of a draft in the first and last quarter of a long run, and at contexts of 256 and 1,500 tokens."""
+    narrow = HyperDFlashModel(type(drafter.config)(**{**drafter.config.to_dict(), "sliding_window": 128})).eval()
+    narrow.load_state_dict(drafter.state_dict())
+    clock = Clock(target, narrow)
+    by_context = {256: [], 1500: []}
+    growth = []
+    generator = torch.Generator().manual_seed(0)
+    with clock.running():
+        for _ in range(3):
+            for length, times in by_context.items():
+                clock.reset()
+                prompt = torch.randint(8, target.config.vocab_size, (1, length), generator=generator)
+                target.generate(prompt, assistant_model=narrow, do_sample=False, max_new_tokens=200, eos_token_id=None)
+                drafts = clock.draft_by_round[1:]
+                times.append(statistics.median(drafts))
+                quarter = max(len(drafts) // 4, 1)
+                growth.append(statistics.median(drafts[-quarter:]) / statistics.median(drafts[:quarter]))
+    ratio = [long / short for short, long in zip(*by_context.values(), strict=True)]
+    print(f"(b) drafter, window 128: last quarter of the rounds / first {spread(growth)}; ", end="")
+    print(f"context 1,500 / 256 {spread(ratio)}  [within 10%]")
+
+
+@torch.no_grad()
+def cache_bytes(target) -> None:
+    """(d): bytes of the cache after rounds that append nothing: they depend on the length alone."""
+    cache = make_rewindable(DynamicCache(config=target.config), target.config)
+    generator = torch.Generator().manual_seed(0)
+    target(torch.randint(8, 4000, (1, 300), generator=generator), cache=cache, use_cache=True)
+    cache.activate_past_recording()
+    sizes = []
+    for _ in range(40):
+        target(torch.randint(8, 4000, (1, 7), generator=generator), cache=cache, use_cache=True)
+        cache.crop(-6)
+        sizes.append(sum(nbytes(layer) for layer in cache.layers))
+    entries = sum(nbytes_of(layer.compressed_kv) for layer in cache.layers if hasattr(layer, "compressed_kv"))
+    print(f"(d) cache after 1 and 40 rounds of one token: {sizes[0] / 1e3:.0f} and {sizes[-1] / 1e3:.0f} kB, ", end="")
+    print(f"of it compressed entries {entries / 1e3:.0f} kB, undo records between rounds 0 kB")
+
+
+def nbytes(layer) -> int:
+    """Bytes of the storages that a cache layer holds, each once."""
+    storages = {}
+
+    def walk(value):
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, dict | list | tuple):
+            for item in value.values() if isinstance(value, dict) else value:
+                walk(item)
+
+    walk(vars(layer))
+    return sum(storages.values())
+
+
+def nbytes_of(tensors: dict) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
+
+
+def ms(seconds: list[float]) -> str:
+    return f"{1e3 * statistics.median(seconds):.2f} ms"
+
+
+def spread(values: list[float], form: str = ".2f") -> str:
+    """Median and range."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default=str(TINY / "target"))
+    parser.add_argument("--drafter", default=str(TINY / "drafter"))
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    target, tokenizer = load_target(args.target, None, "float32")
+    drafter = load_drafter(args.drafter, None, "float32", target)
+    generate_demo(target, tokenizer, "warm-up", 16, drafter)
+    generate_demo(target, tokenizer, "warm-up", 16, None)
+    outside_forwards(target, tokenizer, drafter, args.repeats)
+    drafter_time(target, drafter)
+    cache_bytes(target)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

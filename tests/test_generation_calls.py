@@ -1,0 +1,591 @@
+"""Around an assisted call: the set-up of the target class, refusals, other assistants, and nothing left behind."""
+
+import copy
+import gc
+import importlib.util
+import inspect
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tiny_v4 import (
+    ALWAYS,
+    CSA,
+    PATTERNS,
+    SLIDING,
+    assert_lossless,
+    greedy,
+    random_ids,
+    scripted_drafter,
+    tiny_drafter,
+    tiny_target,
+)
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.generation import (
+    BaseStreamer,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4CSACache,
+    DeepseekV4ForCausalLM,
+    DeepseekV4HCACache,
+)
+
+import hyperdflash.generation_hyperdflash as generation
+from hyperdflash.cache_hyperdflash import RewindableSlidingLayer
+from hyperdflash.generation_hyperdflash import fingerprint_tensors, set_up_deepseek_v4, target_fingerprint
+
+PROMPT_LENGTH = 10
+SEAMS = ("_assisted_decoding", "_validate_generation_mode", "_prepare_cache_for_generation")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    return random_ids(PROMPT_LENGTH)
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompt):
+    """What the target says, without a stop: prompt and 40 tokens."""
+    return greedy(target, prompt, 40)
+
+
+def footprint(model):
+    """Everything a call could leave on a model: hooks, attributes, configs."""
+    return {
+        "hooks": [
+            (name, len(module._forward_hooks), len(module._forward_pre_hooks))
+            for name, module in model.named_modules()
+        ],
+        "attributes": [(name, sorted(vars(module))) for name, module in model.named_modules()],
+        "config": copy.deepcopy(vars(model.config)),
+        "generation config": copy.deepcopy(vars(model.generation_config)) if model.can_generate() else None,
+        "class": {name: vars(type(model)).get(name) for name in (*SEAMS, "_is_stateful", "forward", "generate")},
+        "training": [module.training for module in model.modules()],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- set-up
+
+SCRIPT = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from transformers import AutoModelForCausalLM
+target_folder, drafter_folder, prompt = sys.argv[1], sys.argv[2], torch.tensor([json.loads(sys.argv[3])])
+def load_target():
+    return AutoModelForCausalLM.from_pretrained(target_folder)
+{body}
+ids = [target.generate(prompt, do_sample=False, max_new_tokens=12, **kw)[0].tolist()
+       for kw in ({{}}, {{"assistant_model": drafter}}, {{"prompt_lookup_num_tokens": 3}})]
+print(json.dumps(ids))
+"""
+TARGET_FIRST = """
+target = load_target()
+before = target.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist()
+try:
+    target.generate(prompt, do_sample=False, max_new_tokens=12, prompt_lookup_num_tokens=3)
+except ValueError as error:
+    assert "stateful" in str(error)
+else:
+    raise AssertionError("DeepSeek-V4 takes assistants without the set-up: this test proves nothing")
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+drafter = HyperDFlashModel.from_pretrained(drafter_folder)
+assert target.generate(prompt, do_sample=False, max_new_tokens=12)[0].tolist() == before
+"""
+DRAFTER_FIRST = """
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+drafter = HyperDFlashModel.from_pretrained(drafter_folder)
+target = load_target()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [TARGET_FIRST, DRAFTER_FIRST], ids=["target first", "drafter first"])
+def test_either_order_of_loading_works_in_a_fresh_process(target, prompt, tmp_path, body):
+    """Also for a target that was built, and has generated, before the package was imported."""
+    target.save_pretrained(tmp_path / "target")
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    arguments = [str(tmp_path / "target"), str(tmp_path / "drafter"), json.dumps(prompt[0].tolist())]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(body=body), *arguments], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [greedy(target, prompt, 12)[0].tolist()] * 3
+
+
+def test_set_up_twice_changes_nothing():
+    before = {name: inspect.getattr_static(DeepseekV4ForCausalLM, name) for name in (*SEAMS, "_is_stateful")}
+    set_up_deepseek_v4()
+    after = {name: inspect.getattr_static(DeepseekV4ForCausalLM, name) for name in (*SEAMS, "_is_stateful")}
+    assert before == after
+    assert not before["_is_stateful"]
+
+
+def test_two_copies_of_the_package_in_one_process_both_work(target, prompt, plain, monkeypatch):
+    """As when two drafters bring their code from the Hub. https://github.com/huggingface/transformers/issues/45698"""
+    root = Path(generation.__file__).parent
+    spec = importlib.util.spec_from_file_location(
+        "hyperdflash_copy", root / "__init__.py", submodule_search_locations=[str(root)]
+    )
+    package = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "hyperdflash_copy", package)
+    spec.loader.exec_module(package)
+    before = [vars(DeepseekV4ForCausalLM)[name] for name in SEAMS]
+    modeling = importlib.import_module("hyperdflash_copy.modeling_hyperdflash")
+    assert [vars(DeepseekV4ForCausalLM)[name] for name in SEAMS] == before
+    ours = tiny_drafter(target)
+    other = modeling.HyperDFlashModel(modeling.HyperDFlashConfig(**ours.config.to_dict())).eval()
+    assert type(other) is not type(ours)
+    other.load_state_dict(ours.state_dict())
+    cache = DynamicCache(config=target.config)
+    for drafter in (ours, other, ours):
+        got = greedy(target, prompt, 12, assistant_model=drafter)
+        assert got.tolist() == plain[:, :22].tolist()
+    for drafter, length in ((other, 15), (ours, 18), (other, 21)):  # one cache in turns
+        got = greedy(target, plain[:, :length], 2, assistant_model=drafter, cache=cache)
+        assert got.tolist() == plain[:, : length + 2].tolist()
+
+
+def restored_v4(monkeypatch):
+    """`DeepseekV4ForCausalLM` as the library ships it, until the test ends."""
+    for name in SEAMS:
+        monkeypatch.delattr(DeepseekV4ForCausalLM, name)
+    monkeypatch.setattr(DeepseekV4ForCausalLM, "_is_stateful", True)
+
+
+@pytest.mark.parametrize("name", [*SEAMS, "_prefill"])
+@pytest.mark.parametrize("change", ["gone", "renamed argument"])
+def test_moved_seam_is_one_error_that_names_the_tested_versions(monkeypatch, name, change):
+    """And the target class stays as it was."""
+    restored_v4(monkeypatch)
+    if change == "gone":
+        monkeypatch.delattr(GenerationMixin, name)
+    else:
+        monkeypatch.setattr(GenerationMixin, name, lambda self, something_else: None)
+    with pytest.raises(ImportError, match=rf"GenerationMixin\.{name}.*does not have; tested versions: 5\.24\.0"):
+        set_up_deepseek_v4()
+    assert not set(SEAMS) & set(vars(DeepseekV4ForCausalLM))
+    assert DeepseekV4ForCausalLM._is_stateful is True
+
+
+@pytest.mark.slow
+def test_moved_seam_is_that_error_at_import_too():
+    """In a fresh process, where nothing was set up before."""
+    script = (
+        "from transformers.generation import GenerationMixin\n"
+        "del GenerationMixin._assisted_decoding\n"
+        "from hyperdflash.modeling_hyperdflash import HyperDFlashModel"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: HyperDFlash builds on GenerationMixin._assisted_decoding(")
+    assert "tested versions: 5.24.0" in last
+
+
+def test_set_up_of_a_restored_class_works(monkeypatch, target, prompt, plain):
+    restored_v4(monkeypatch)
+    with pytest.raises(ValueError, match="stateful"):
+        greedy(target, prompt, 5, prompt_lookup_num_tokens=3)
+    set_up_deepseek_v4()
+    assert greedy(target, prompt, 12, assistant_model=tiny_drafter(target)).tolist() == plain[:, :22].tolist()
+    monkeypatch.undo()
+    assert greedy(target, prompt, 12, assistant_model=tiny_drafter(target)).tolist() == plain[:, :22].tolist()
+
+
+def test_plain_generation_uses_the_librarys_layers_and_ids(target, prompt, monkeypatch):
+    got = greedy(target, prompt, 12, return_dict_in_generate=True)
+    assert [type(layer) for layer in got.cache.layers] == [
+        DynamicSlidingWindowLayer,
+        DeepseekV4CSACache,
+        DeepseekV4HCACache,
+    ]
+    assert not any(layer.record_past for layer in got.cache.layers)
+    restored_v4(monkeypatch)
+    assert greedy(target, prompt, 12).tolist() == got.sequences.tolist()
+
+
+# --------------------------------------------------------------------------------------------------- other assistants
+
+
+def llama(target):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=target.config.vocab_size,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=0,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    "assistant",
+    [
+        lambda target: {"prompt_lookup_num_tokens": 3},
+        lambda target: {"prompt_lookup_num_tokens": 6, "max_matching_ngram_size": 1},
+        lambda target: {"assistant_model": tiny_target(seed=7)},
+        lambda target: {"assistant_model": tiny_target((SLIDING, CSA), seed=8, window=3, hidden_size=64)},
+        lambda target: {"assistant_model": tiny_target()},
+        lambda target: {"assistant_model": llama(target)},
+    ],
+    ids=["prompt lookup", "long prompt lookup", "random V4", "other V4", "the target itself", "another model"],
+)
+def test_prompt_lookup_and_ordinary_assistants_work(target, prompt, plain, assistant):
+    """Refused before the set-up; the cache they return goes on, also with a drafter.
+
+    https://github.com/huggingface/transformers/pull/45643
+    """
+    out = greedy(target, prompt, 24, return_dict_in_generate=True, **assistant(target))
+    assert out.sequences.tolist() == plain[:, :34].tolist()
+    assert out.cache.get_seq_length() == 33
+    assert not any(layer.record_past for layer in out.cache.layers)
+    assert all(isinstance(layer, RewindableSlidingLayer) for layer in out.cache.layers)
+    repeated = torch.cat([plain[:, :34], plain[:, 3:20]], dim=1)
+    want = greedy(target, repeated, 12)
+    for options in ({"assistant_model": tiny_drafter(target)}, {}):
+        got = greedy(target, repeated, 12, cache=copy.deepcopy(out.cache), **options)
+        assert got.tolist() == want.tolist()
+    assert greedy(target, repeated, 12, **assistant(target)).tolist() == want.tolist()
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def assert_refused(target, prompt, drafter, match, **options):
+    """One `ValueError` that says why, no drafter forward, nothing left behind, and the next call works."""
+    before = footprint(target), footprint(drafter)
+    calls = []
+    handle = drafter.register_forward_pre_hook(lambda *args: calls.append(1))
+    options = {"do_sample": False, "max_new_tokens": 8, **options}
+    with pytest.raises(ValueError, match=match):
+        target.generate(prompt, assistant_model=drafter, **options)
+    handle.remove()
+    assert not calls
+    assert (footprint(target), footprint(drafter)) == before
+
+
+def test_batch_larger_than_one_is_refused(target, prompt, plain):
+    """https://github.com/huggingface/transformers/issues/29769"""
+    drafter = tiny_drafter(target)
+    for batch in (2, 5):
+        ids = torch.cat([random_ids(5, seed=seed) for seed in range(batch)])
+        assert_refused(target, ids, drafter, f"batch size 1, got {batch} prompts")
+    assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == plain[:, :18].tolist()
+
+
+def test_options_that_a_drafter_cannot_honour_are_refused(target, prompt, plain):
+    """Beams, several sequences, guidance, and other ways to draft: none is silently dropped.
+
+    https://github.com/deepspeedai/DeepSpeed/pull/2627
+    """
+    drafter = tiny_drafter(target)
+    for match, options in (
+        ("[Bb]eam|assist", {"num_beams": 4}),
+        ("[Bb]eam|assist", {"num_beams": 2, "do_sample": True}),
+        ("num_return_sequences has to be 1", {"num_return_sequences": 3, "do_sample": True}),
+        ("guidance_scale=1.5", {"guidance_scale": 1.5}),
+        ("prompt_lookup_num_tokens=3", {"prompt_lookup_num_tokens": 3}),
+        ("assistant_early_exit=1", {"assistant_early_exit": 1}),
+        ("synced_gpus", {"synced_gpus": True}),
+    ):
+        assert_refused(target, prompt, drafter, match, **options)
+    assert greedy(target, prompt, 8, assistant_model=drafter, guidance_scale=1.0).tolist() == plain[:, :18].tolist()
+
+
+def test_embeddings_instead_of_ids_are_refused(target, prompt):
+    """Hash-routed layers need ids; they never get zeros in place of them.
+
+    https://github.com/NVIDIA/TensorRT-LLM/pull/13442
+    """
+    embeds = target.get_input_embeddings()(prompt).detach()
+    drafter = tiny_drafter(target)
+    assert_refused(target, None, drafter, "hash-routed layers need token ids", inputs_embeds=embeds)
+    assert_refused(target, prompt, drafter, "hash-routed layers need token ids", inputs_embeds=embeds)
+
+
+def test_cache_switched_off_is_refused(target, prompt, plain, monkeypatch):
+    """For the call, in a generation config, and in the target's. https://github.com/huggingface/blog/issues/1146"""
+    drafter = tiny_drafter(target)
+    assert_refused(target, prompt, drafter, "set use_cache=True", use_cache=False)
+    config = GenerationConfig(use_cache=False, do_sample=False, max_new_tokens=8)
+    with pytest.raises(ValueError, match="set use_cache=True"):
+        target.generate(prompt, generation_config=config, assistant_model=drafter)
+    with monkeypatch.context() as patch:
+        patch.setattr(target.generation_config, "use_cache", False)
+        assert_refused(target, prompt, drafter, "set use_cache=True")
+        got = greedy(target, prompt, 8, assistant_model=drafter, use_cache=True)
+        assert got.tolist() == plain[:, :18].tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(target.config, "use_cache", False, raising=False)
+        assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == plain[:, :18].tolist()
+    unset = GenerationConfig(use_cache=None, do_sample=False, max_new_tokens=8)
+    got = target.generate(prompt, generation_config=unset, assistant_model=drafter)
+    assert got.tolist() == plain[:, :18].tolist()
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded_static", "quantized", "offloaded"])
+def test_caches_that_cannot_rewind_are_refused_by_name(target, prompt, implementation):
+    """https://github.com/huggingface/transformers/pull/45745"""
+    drafter = tiny_drafter(target)
+    assert_refused(
+        target, prompt, drafter, f"cache_implementation='{implementation}'", cache_implementation=implementation
+    )
+
+
+def test_cache_objects_that_cannot_rewind_are_refused_by_name(target, prompt, plain):
+    """https://github.com/huggingface/transformers/pull/45745"""
+    drafter = tiny_drafter(target)
+    static = StaticCache(config=tiny_target((SLIDING,)).config, max_cache_len=64)
+    assert_refused(target, prompt, drafter, "got a StaticCache", cache=static)
+    foreign = DynamicCache(config=tiny_target((SLIDING, SLIDING)).config)
+    assert_refused(target, prompt, drafter, "2 layers, DeepSeek-V4's config has 3", cache=foreign)
+    assert_refused(target, prompt, drafter, "cannot make a DynamicLayer|has 0 layers", cache=DynamicCache())
+    for options in ({"cache_implementation": "dynamic"}, {}):
+        assert greedy(target, prompt, 8, assistant_model=drafter, **options).tolist() == plain[:, :18].tolist()
+
+
+def test_drafter_made_for_another_target_is_refused_with_both_numbers(target, prompt, plain, caplog):
+    """Another name alone is no reason. https://github.com/ggml-org/llama.cpp/pull/3812"""
+    drafter = tiny_drafter(target, target_name_or_path="some/other-target")
+    for other, match in (
+        (tiny_target(vocab_size=80), "vocabulary 64, but the target has 80"),
+        (tiny_target(hidden_size=48), "hidden size 32, but the target has 48"),
+        (tiny_target(hc_mult=4), "hc_mult 2, but the target has 4"),
+        (tiny_target((SLIDING, CSA)), "number of layers 3, but the target has 2"),
+    ):
+        assert_refused(other, prompt, drafter, match)
+    assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == plain[:, :18].tolist()
+    assert not caplog.records
+
+
+def test_drafter_that_could_not_draft_is_refused(target, prompt, monkeypatch):
+    """One slot, no mask token of its own, no weights. https://github.com/charlie12345/ROCmFPX/issues/44"""
+    assert_refused(target, prompt, tiny_drafter(target, block_size=1), "block_size 1 leaves no slot to draft")
+    with torch.device("meta"):
+        meta = tiny_drafter(target)
+    assert_refused(target, prompt, meta, "no weights")
+    drafter = tiny_drafter(target, mask_token_id=9)
+    for name, value in (("eos_token_id", 9), ("eos_token_id", [3, 9]), ("bos_token_id", 9), ("pad_token_id", 9)):
+        with monkeypatch.context() as patch:
+            patch.setattr(target.config, name, value)
+            assert_refused(target, prompt, drafter, f"mask_token_id 9 is the target's {name}")
+
+
+def test_fingerprint_of_another_target_warns_once(target, prompt, plain, caplog):
+    """The target it was made for is silent, in bf16 too; another one of the same sizes is named at the first call.
+
+    https://github.com/ggml-org/llama.cpp/pull/3812
+    """
+    other = tiny_target(seed=5)
+    for model, expected in ((target, 0), (tiny_target().bfloat16(), 0), (other, 1)):
+        caplog.clear()
+        fingerprint = target_fingerprint(fingerprint_tensors(target))
+        drafter = tiny_drafter(target, target_fingerprint=fingerprint, target_name_or_path="made/for-this")
+        for _ in range(2):
+            greedy(model, prompt, 3, assistant_model=drafter)
+        lines = [line for line in caplog.messages if "made for another target (made/for-this)" in line]
+        assert bool(lines) == bool(expected)
+        assert len(lines) == len(set(lines))
+
+
+# ------------------------------------------------------------------------------------------------ nothing left behind
+
+
+def test_calls_change_no_setting_and_repeat_themselves(target, prompt, plain):
+    """Four different calls, each twice. https://github.com/huggingface/transformers/pull/28759"""
+    greedy(target, prompt, 2, output_hidden_states=True, return_dict_in_generate=True)  # the library's hooks stay
+    drafter = scripted_drafter(target)
+    before = footprint(target), footprint(drafter)
+    user_config = GenerationConfig(max_new_tokens=14, do_sample=False, num_assistant_tokens=2)
+    user_before = copy.deepcopy(vars(user_config))
+    for options in (
+        {"max_new_tokens": 20, "do_sample": False},
+        {"generation_config": user_config},
+        {"max_new_tokens": 9, "do_sample": False, "repetition_penalty": 1.2, "output_hidden_states": True},
+        {"max_new_tokens": 9, "do_sample": True, "top_k": 5, "temperature": 0.7},
+    ):
+        rounds = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            drafter.follow(plain, PATTERNS["mixed"])
+            out = target.generate(prompt, assistant_model=drafter, return_dict_in_generate=True, **options)
+            rounds.append((out.speculation.num_drafts, out.speculation.num_accepted, out.sequences.tolist()))
+        assert rounds[0] == rounds[1]
+        for name in ("sequence", "pads", "rounds", "pattern"):  # the script's own
+            delattr(drafter, name)
+        assert (footprint(target), footprint(drafter)) == before
+    assert vars(user_config) == user_before
+
+
+class Bomb:
+    """Goes off at its third call."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def tick(self):
+        self.calls += 1
+        if self.calls == 3:
+            raise self.error
+
+
+class BombProcessor(Bomb, LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        self.tick()
+        return scores
+
+
+class BombCriterion(Bomb, StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        self.tick()
+        return torch.zeros(1, dtype=torch.bool)
+
+
+class BombStreamer(Bomb, BaseStreamer):
+    def put(self, value):
+        self.tick()
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("context_source", ["pre_hc_head", "hidden_layers"])
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "keyboard interrupt"])
+@pytest.mark.parametrize("place", ["draft", "target", "processor", "criterion", "streamer"])
+def test_interruption_anywhere_leaves_nothing_behind(target, prompt, plain, place, error, context_source):
+    """No hook, attribute or setting on the models; the user's cache records no longer; the next call is right."""
+    taps = {"target_layer_ids": [0, 2]} if context_source == "hidden_layers" else {}
+    drafter = tiny_drafter(target, context_source=context_source, **taps)
+    before = footprint(target), footprint(drafter)
+    cache = DynamicCache(config=target.config)
+    options, undo, bomb = {"cache": cache}, lambda: None, Bomb(error)
+    if place == "draft":
+        undo = drafter.register_forward_hook(lambda *args: bomb.tick()).remove
+    elif place == "target":
+        undo = target.model.layers[1].register_forward_hook(lambda *args: bomb.tick()).remove
+    elif place == "processor":
+        options["logits_processor"] = LogitsProcessorList([BombProcessor(error)])
+    elif place == "criterion":
+        options["stopping_criteria"] = StoppingCriteriaList([BombCriterion(error)])
+    else:
+        options["streamer"] = BombStreamer(error)
+    with pytest.raises(type(error)):
+        greedy(target, prompt, 20, assistant_model=drafter, **options)
+    undo()
+    assert not target.model.hc_head._forward_pre_hooks
+    assert (footprint(target), footprint(drafter)) == before
+    assert not any(layer.record_past for layer in cache.layers)
+    assert greedy(target, prompt, 20, assistant_model=drafter).tolist() == plain[:, :30].tolist()
+    assert greedy(target, prompt, 20).tolist() == plain[:, :30].tolist()
+
+
+def test_drafter_does_not_keep_its_target_alive(prompt):
+    """https://github.com/huggingface/transformers/issues/33807"""
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    out = greedy(target, prompt, 8, assistant_model=drafter, return_dict_in_generate=True)
+    target = weakref.ref(target)
+    gc.collect()
+    assert target() is None
+    assert out.sequences.shape == (1, 18)
+    assert all(isinstance(p, torch.nn.Parameter) for p in drafter.parameters())
+
+
+def test_two_threads_with_one_target(target, prompt, plain):
+    """Each call's tap sees the forwards of its own thread only."""
+    prompts = [prompt, random_ids(23, seed=4)]
+    wanted = [plain[:, :34].tolist(), greedy(target, prompts[1], 24).tolist()]
+    contexts, results = [[], []], [None, None]
+    barrier = threading.Barrier(2, timeout=60)
+
+    def work(slot):
+        torch.set_num_threads(1)
+        drafter = tiny_drafter(target)
+        own = drafter.draft
+
+        def draft(context, *args):
+            contexts[slot].append(context.shape[1])
+            return own(context, *args)
+
+        drafter.draft = draft
+        barrier.wait()
+        results[slot] = greedy(target, prompts[slot], 24, assistant_model=drafter).tolist()
+
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == wanted
+    for context, ids in zip(contexts, prompts, strict=True):
+        assert context[0] == ids.shape[1]
+        assert sum(context) <= ids.shape[1] + 24
+    assert not target.model.hc_head._forward_pre_hooks
+
+
+# ----------------------------------------------------------------------------------------------------- adapted targets
+
+
+def test_adapted_target_is_decoded_and_tapped_with_its_adapter(prompt):
+    """Its context comes from the adapted forward; with the adapter off, everything is the base model's.
+
+    https://github.com/vllm-project/vllm/pull/11966
+    """
+    base = tiny_target()
+    base_ids = greedy(base, prompt, 20)
+    with torch.no_grad():
+        base_logits = base(prompt).logits
+    torch.manual_seed(2)
+    config = LoraConfig(
+        r=4, lora_alpha=16, target_modules=["q_b_proj", "kv_proj", "o_b_proj"], init_lora_weights=False
+    )
+    adapted = get_peft_model(base, config).eval()
+    with torch.no_grad():
+        assert (adapted(prompt).logits - base_logits).abs().max() > 0.1
+    want = greedy(adapted, prompt, 20)
+    assert want.tolist() != base_ids.tolist()
+    assert_lossless(base, prompt, want, max_new_tokens=20)
+    residuals = []
+    handle = base.model.hc_head.register_forward_pre_hook(lambda module, args: residuals.append(args[0]))
+    with torch.no_grad():
+        adapted(want)
+    handle.remove()
+    for pattern in (ALWAYS, 1):
+        drafter = scripted_drafter(base, want, pattern)
+        own, contexts = drafter.draft, []
+
+        def draft(context, *args, own=own, contexts=contexts):
+            contexts.append(context)
+            return own(context, *args)
+
+        drafter.draft = draft
+        assert greedy(adapted, prompt, 20, assistant_model=drafter).tolist() == want.tolist()
+        context = torch.cat(contexts, dim=1)
+        torch.testing.assert_close(context, residuals[0][:, : context.shape[1]], atol=1e-4, rtol=0)
+    with adapted.disable_adapter():
+        drafter = scripted_drafter(base, base_ids, 2)
+        assert greedy(adapted, prompt, 20, assistant_model=drafter).tolist() == base_ids.tolist()
+    assert greedy(adapted, prompt, 20, assistant_model=tiny_drafter(base)).tolist() == want.tolist()

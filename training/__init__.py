@@ -1,0 +1,1 @@
+"""Training of drafters: blocks and anchors, and the loss."""
