@@ -65,12 +65,15 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
             self.cumulative_length -= num_removed
             self._rewind(num_removed)
         if self.keys is not None:
-            self.keys = self.values = self._window(self.keys[:, :, : self.keys.shape[-2] - num_removed, :])
+            self.keys = self.values = self._window(self.keys, num_removed)
         self.num_recorded = 0
         self._drop_record()
 
-    def _window(self, keys: torch.Tensor) -> torch.Tensor:
-        return keys[:, :, -(self.sliding_window - 1) :, :] if self.sliding_window > 1 else keys[:, :, :0, :]
+    def _window(self, keys: torch.Tensor, num_removed: int = 0) -> torch.Tensor:
+        """The last `window - 1` positions before the removed ones."""
+        num_kept = keys.shape[-2] - num_removed
+        length = min(num_kept, self.sliding_window - 1)
+        return keys.narrow(-2, num_kept - length, length)
 
     def _rewind(self, num_removed: int) -> None:
         """Compressor state of `num_removed` positions ago (`cumulative_length` is already the new one)."""
@@ -109,39 +112,39 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
 
     def _start_record(self) -> None:
         self.num_recorded = 0
-        # Per compressor: the raw rows of the record, the first one at an entry boundary, and that boundary's index.
-        self._rows: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._first_entry: dict[str, int] = {}
+        # Per compressor, one item a forward: (first entry not closed before it, raw rows of kv and gate from there on)
+        self._rows: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
 
     def _drop_record(self) -> None:
         self._rows.clear()
-        self._first_entry.clear()
 
     def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor):
+        """As in the library; the rows from the last entry boundary on go on record."""
+        first_entry, rate = self.entry_count[name], self.compress_rate
+        buffer_kv = self.buffer_kv[name]
+        if buffer_kv is not None and buffer_kv.shape[1]:
+            kv = torch.cat([buffer_kv, kv], dim=1)
+            gate = torch.cat([self.buffer_gate[name], gate], dim=1)
         if self.record_past:
-            if name not in self._rows:
-                self._first_entry[name] = self.entry_count[name]
-                buffered = self.buffer_kv[name]
-                self._rows[name] = [(buffered, self.buffer_gate[name])] if buffered is not None else []
-            self._rows[name].append((kv, gate))
-        return super().store_compression_weights(name, kv, gate)
+            self._rows.setdefault(name, []).append((first_entry, kv, gate))
+        usable = kv.shape[1] // rate * rate
+        self.buffer_kv[name], self.buffer_gate[name] = kv[:, usable:], gate[:, usable:]
+        return kv[:, :usable], gate[:, :usable], first_entry * rate
 
     def _rewind(self, num_removed: int) -> None:
-        for name in self._rows:
-            num_entries = self.cumulative_length // self.compress_rate
-            if num_entries == self.entry_count[name]:  # the removed rows are all still in the buffer
-                self.buffer_kv[name] = self.buffer_kv[name][:, :-num_removed]
-                self.buffer_gate[name] = self.buffer_gate[name][:, :-num_removed]
-                continue
-            start = (num_entries - self._first_entry[name]) * self.compress_rate
-            stop = start + self.cumulative_length % self.compress_rate
-            self.buffer_kv[name], self.buffer_gate[name] = (
-                torch.cat(rows, dim=1)[:, start:stop] for rows in zip(*self._rows[name], strict=True)
-            )
-            # Cloned, as a slice would keep the removed entries in memory
-            self.compressed_kv[name] = self.compressed_kv[name][:, :num_entries].clone()
-            self._rewind_overlap(name, num_entries)
-            self.entry_count[name] = num_entries
+        num_entries, num_buffered = divmod(self.cumulative_length, self.compress_rate)
+        for name, record in self._rows.items():
+            # The first forward that reached the new length holds every row since the new last entry boundary
+            for first_entry, kv, gate in record:  # noqa: B007
+                start = (num_entries - first_entry) * self.compress_rate
+                if start + num_buffered <= kv.shape[1]:
+                    break
+            self.buffer_kv[name] = kv.narrow(1, start, num_buffered)
+            self.buffer_gate[name] = gate.narrow(1, start, num_buffered)
+            if num_entries < self.entry_count[name]:
+                self.compressed_kv[name] = self.compressed_kv[name].narrow(1, 0, num_entries)
+                self.entry_count[name] = num_entries
+                self._rewind_overlap(name, num_entries)
 
     def _rewind_overlap(self, name: str, num_entries: int) -> None:
         """HCA windows do not overlap."""
@@ -152,8 +155,8 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             for name, tensor in states.items():
                 if tensor is not None:
                     states[name] = fn(tensor)
-        for name, rows in self._rows.items():
-            self._rows[name] = [(fn(kv), fn(gate)) for kv, gate in rows]
+        for name, record in self._rows.items():
+            self._rows[name] = [(first, fn(kv), fn(gate)) for first, kv, gate in record]
 
 
 class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
@@ -184,11 +187,12 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
         return super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
 
     def _rewind_overlap(self, name: str, num_entries: int) -> None:
-        self.overlap_kv[name] = self.overlap_gate[name] = None
         for first, kv, gate in self._slices[name]:
-            if first <= num_entries - 1 < first + kv.shape[1]:
-                self.overlap_kv[name] = kv[:, num_entries - 1 - first].clone()
-                self.overlap_gate[name] = gate[:, num_entries - 1 - first].clone()
+            row = num_entries - 1 - first
+            if 0 <= row < kv.shape[1]:
+                self.overlap_kv[name], self.overlap_gate[name] = kv.select(1, row), gate.select(1, row)
+                return
+        self.overlap_kv[name] = self.overlap_gate[name] = None  # no window is closed any more
 
     def _map_states(self, fn) -> None:
         super()._map_states(fn)

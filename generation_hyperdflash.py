@@ -14,6 +14,7 @@ Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m res
 
 import functools
 import inspect
+import itertools
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -276,29 +277,28 @@ class HyperDFlashAssistant:
                     "the target's own, but fewer drafts may be accepted; `hyperdflash init` and training make one for it"
                 )
 
-    def draft(self, context, context_positions, anchor_id, position, num_drafts, target, cache):
+    def draft(self, context, anchor_id, position, num_drafts, target, cache):
         """Draft logits of one block.
 
         Args:
-            context (`torch.Tensor` of shape `(1, C, m, D)`), context_positions (`torch.LongTensor` of shape `(C,)`):
-                Residuals of the positions verified since the last call.
+            context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
+                those just before the anchor.
             anchor_id (`torch.LongTensor` of shape `(1, 1)`), position (`int`): the last accepted token and its position.
 
         Returns:
             `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
         """
-        config, device, K = self.config, self.device, self.config.block_size
-        embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-        noise_ids = torch.nn.functional.pad(anchor_id, (0, K - 1), value=config.mask_token_id)
-        noise_embeds = embedding(noise_ids.to(embedding.weight.device)).to(device, self.dtype)
-        block = torch.arange(position, position + K, device=device)
+        # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
+        K, weight = self.config.block_size, self.norm.weight
+        embedding, head, device = target.model.embed_tokens, target.lm_head, weight.device
+        noise_ids = torch.constant_pad_nd(anchor_id, (0, K - 1), self.config.mask_token_id)
+        noise_embeds = embedding(noise_ids.to(embedding.weight.device)).to(device, weight.dtype)
         output = self(
             noise_embeds=noise_embeds,
             context_hidden_states=context.to(device),
-            position_ids=torch.cat([context_positions.to(device), block])[None],
+            position_ids=torch.arange(position - context.shape[1], position + K, device=device)[None],
             cache=cache,
         )
-        cache.crop(-K)  # the block's own keys and values; the context's stay
         hidden = output.last_hidden_state[0, 1 : 1 + num_drafts]
         return head(hidden.to(head.weight.device, head.weight.dtype)).float()
 
@@ -334,6 +334,7 @@ class _Loop:
 
     def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
         self.drafter, self.target, self.config = drafter, target, generation_config
+        self.embedding_device = target.model.embed_tokens.weight.device
         self.streamer = streamer
         self.processors = logits_processor
         self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
@@ -369,7 +370,7 @@ class _Loop:
 
         outputs = target._prefill(self.ids, self.config, model_kwargs)
         cache.activate_past_recording()
-        context, positions = _prompt_context(tap.take(), prompt_positions, prompt_mask, drafter.config)
+        context = _prompt_context(tap.take(), prompt_mask, drafter.config)
         position = int(prompt_positions[-1])  # of the last token that the target has seen
         # A compressed layer shows a block the entries that its position ids allow, but a single step all entries. Where
         # positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
@@ -383,43 +384,41 @@ class _Loop:
 
         step_inputs = target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
         draft_cache = DynamicCache(config=drafter.config)
-        draft_cache.activate_past_recording()
         with target._optimize_model_for_decode():
             while not finished:
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
                 drafts, draft_probs = None, None
-                verified = self.ids[:, -1:]
                 if num_drafts > 0:
-                    draft_logits = drafter.draft(
-                        context, positions, verified, position, num_drafts, target, draft_cache
-                    ).to(verified.device)
-                    drafts, draft_probs = self.choose_drafts(draft_logits)
-                    verified = torch.cat([verified, drafts[None]], dim=1)
+                    anchor_id = self.buffer.narrow(1, self.num_tokens - 1, 1)
+                    draft_logits = drafter.draft(context, anchor_id, position, num_drafts, target, draft_cache)
+                    drafts, draft_probs = self.choose_drafts(draft_logits.to(self.buffer.device))
+                    num_drafts = drafts.shape[0]
+                verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
                 outputs = target(**self.verify_inputs(step_inputs, verified, position, prompt_mask, cache))
                 residual = tap.take()
                 finished, num_new = self.accept(outputs, drafts, draft_probs)
                 cache.crop(num_new - verified.shape[1])
                 context = residual[:, :num_new]
-                positions = torch.arange(position, position + num_new, device=residual.device)
         if self.streamer is not None:
             self.streamer.end()
         return self.result(cache)
 
     def choose_drafts(self, draft_logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Drafts `(n,)` and, when sampling, the distributions `(n, V)` they were drawn from."""
+        """Drafts `(n,)`, written behind the tokens so far, and when sampling the distributions `(n, V)` behind them."""
+        drafts = self.buffer[0].narrow(0, self.num_tokens, draft_logits.shape[0])
         if not self.do_sample:
-            return draft_logits.argmax(-1), None
+            return torch.argmax(draft_logits, dim=-1, out=drafts), None
         probs = self.rowwise(self.ids, draft_logits).softmax(-1)
-        return torch.multinomial(probs, 1)[:, 0], probs
+        return drafts.copy_(torch.multinomial(probs, 1)[:, 0]), probs
 
     def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
         """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
-        length = verified.shape[1]
+        length, device = verified.shape[1], self.embedding_device
         inputs = {
             **step_inputs,
-            "input_ids": verified.to(self.target.device),
-            "position_ids": torch.arange(position, position + length, device=self.target.device)[None],
+            "input_ids": verified.to(device),
+            "position_ids": torch.arange(position, position + length, device=device)[None],
             "logits_to_keep": length,
             "return_dict": True,
         }
@@ -442,13 +441,15 @@ class _Loop:
             judged = self.judge_one_by_one(raw, draft_ids, draft_probs)
         else:
             scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
-            judged = zip(self.judge(scores, draft_ids, draft_probs), scores, strict=False)
+            rows = itertools.repeat(None) if self.scores is None else scores
+            judged = zip(self.judge(scores, draft_ids, draft_probs), rows, strict=False)
         new_ids, finished = [], False
         for token, row in judged:
             new_ids.append(token)
             if finished:  # drafts accepted behind the stop count, but are not kept
                 continue
-            self.buffer[0, self.num_tokens] = token
+            if token not in draft_ids[len(new_ids) - 1 : len(new_ids)]:  # an accepted draft is there already
+                self.buffer[0, self.num_tokens] = token
             self.num_tokens += 1
             if self.scores is not None:
                 self.scores += (row[None].clone(),)
@@ -569,16 +570,13 @@ def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
     return attentions
 
 
-def _prompt_context(residual, positions, mask, config) -> tuple[torch.Tensor, torch.LongTensor]:
-    """Residuals `(1, C, m, D)` and positions `(C,)` of the prompt without its padding and what no window reaches."""
-    positions = positions[-residual.shape[1] :].to(residual.device)
+def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
+    """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches."""
     if mask is not None:
-        real = mask[0, -residual.shape[1] :].bool().to(residual.device)
-        residual, positions = residual[:, real], positions[real]
+        residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
     if "full_attention" not in config.layer_types:
-        first = max(residual.shape[1] - (config.sliding_window - 1), 0)
-        residual, positions = residual[:, first:], positions[first:]
-    return residual, positions
+        residual = residual[:, max(residual.shape[1] - (config.sliding_window - 1), 0) :]
+    return residual
 
 
 # --------------------------------------------------------------------------------------------------------------- checks

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers.cache_utils import DFlashCache
+from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -115,15 +115,16 @@ class HyperDFlashAttention(nn.Module):
     def forward(self, hidden_states, context, position_embeddings, attention_mask, cache, **kwargs) -> torch.Tensor:
         """`hidden_states` `(B, K, D)` and `context` `(B, C, D)` -> `(B, K, D)`."""
         B, K = hidden_states.shape[:2]
-        heads = (B, -1, self.config.head_dim)
+        C, hd = context.shape[1], self.config.head_dim
         cos, sin = position_embeddings
         source = torch.cat([context, hidden_states], dim=1)
-        q = self.q_norm(self.q_proj(hidden_states).view(B, K, *heads[1:])).transpose(1, 2)
-        k = self.k_norm(self.k_proj(source).view(B, source.shape[1], *heads[1:])).transpose(1, 2)
-        v = self.v_proj(source).view(B, source.shape[1], *heads[1:]).transpose(1, 2)
+        q = self.q_norm(self.q_proj(hidden_states).view(B, K, -1, hd)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(source).view(B, C + K, -1, hd)).transpose(1, 2)
+        v = self.v_proj(source).view(B, C + K, -1, hd).transpose(1, 2)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
+        if cache is not None:  # the cache takes the context only: a block is gone after its round
+            context_k, context_v = cache.update(k[:, :, :C], v[:, :, :C], self.layer_idx)
+            k, v = torch.cat([context_k, k[:, :, C:]], dim=2), torch.cat([context_v, v[:, :, C:]], dim=2)
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -232,7 +233,7 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         context_hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        cache: DFlashCache | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """Draft one block (or, in training, many blocks side by side).
@@ -248,8 +249,8 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 and zeros: as usual. 4-D `(B, 1, K, kv)`: used as it is on every layer.
             position_ids (`torch.LongTensor` of shape `(B, C + K)`, *optional*):
                 Absolute positions of context and block; by default they continue the cache's.
-            cache (`DFlashCache`, *optional*):
-                Keys and values of earlier context. The caller crops the block off again after the call.
+            cache (`Cache`, *optional*):
+                Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
 
         Returns:
             `BaseModelOutputWithPast` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k

@@ -25,15 +25,17 @@ NEW_TOKENS = 96
 
 
 class Clock:
-    """Seconds inside the target's forward, the drafter's (with the LM head of its drafts), and `crop`, of one call."""
+    """Seconds inside the target's forward, the drafter's (with the embedding and the LM head that it borrows), and `crop`."""
 
     def __init__(self, target, drafter):
-        self.target, self.drafter, self.head = target, drafter, target.get_output_embeddings()
+        self.target, self.drafter = target, drafter
+        self.borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
         self.reset()
 
     def reset(self):
-        self.target_s, self.draft_s, self.crop_s, self.steps, self.draft_by_round = [], 0.0, 0.0, 0, []
-        self._starts, self._in_target = {}, False
+        self.crop_s, self.draft_by_round = 0.0, []
+        self.outside_s, self.step_s = [], []  # of every step after the first, from the end of the one before
+        self._starts, self._in_target, self._inside_s, self._last_end = {}, False, 0.0, None
 
     @contextmanager
     def running(self):
@@ -41,7 +43,7 @@ class Clock:
         crop = RewindableSlidingLayer.crop
         handles = [
             handle
-            for module in (self.target, self.drafter, self.head)
+            for module in (self.target, self.drafter, *self.borrowed)
             for handle in (
                 module.register_forward_pre_hook(self._enter),
                 module.register_forward_hook(self._leave),
@@ -66,47 +68,44 @@ class Clock:
         self._starts[module] = time.perf_counter()
 
     def _leave(self, module, args, output):
-        seconds = time.perf_counter() - self._starts[module]
+        end = time.perf_counter()
+        seconds = end - self._starts[module]
         if module is self.target:
             self._in_target = False
-            self.target_s.append(seconds)
+            if self._last_end is not None:
+                self.step_s.append(end - self._last_end)
+                self.outside_s.append(end - self._last_end - seconds - self._inside_s)
+            self._last_end, self._inside_s = end, 0.0
         elif module is self.drafter:
             self.draft_by_round.append(seconds)
-            self.draft_s += seconds
+            self._inside_s += seconds
         elif not self._in_target:
-            self.draft_s += seconds
+            self._inside_s += seconds
 
 
 def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
-    """(a) and (c): what a round and a plain step spend outside the forwards; the prefill is left out."""
+    """(a) and (c): what a round and a plain step spend outside the forwards; set-up and prefill are left out."""
     clock = Clock(target, drafter)
-    rounds, steps, crops, whole_rounds, stats = [], [], [], [], SpeculativeStats()
-    speedups = []
+    outside, crops, shares, speedups, stats = {None: [], drafter: []}, [], [], [], SpeculativeStats()
     with clock.running():
         for _ in range(repeats):
             for prompt in PROMPTS.values():
                 seconds = {}
-                for assistant in (None, drafter):
+                for assistant in outside:
                     clock.reset()
                     output, seconds[assistant] = generate_demo(target, tokenizer, prompt, NEW_TOKENS, assistant)
-                    count = len(clock.target_s) - 1
-                    prefill = clock.target_s[0]
-                    rest = seconds[assistant] - sum(clock.target_s) - clock.draft_s
-                    if assistant is None:
-                        steps.append(rest / (count + 1))
-                    else:
-                        rounds.append(rest / (count + 1))
-                        crops.append(clock.crop_s / count / len(target.model.layers))
-                        whole_rounds.append((seconds[assistant] - prefill) / count)
-                        stats.extend(output.speculation)
+                    outside[assistant].append(statistics.median(clock.outside_s[1:]))
+                stats.extend(output.speculation)
+                crops.append(clock.crop_s / len(clock.step_s) / len(target.model.layers))
+                shares.append(clock.crop_s / sum(clock.step_s))
                 speedups.append(seconds[None] / seconds[drafter])
+    steps, rounds = outside.values()
     ratio = [r / s for r, s in zip(rounds, steps, strict=True)]
     print(
         f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [at most 1.3]"
     )
-    share = [c * len(target.model.layers) / w for c, w in zip(crops, whole_rounds, strict=True)]
     print(
-        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us a layer, {spread(share, '.1%')} of a round  [under 5%]"
+        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us a layer, {spread(shares, '.1%')} of a round  [under 5%]"
     )
     print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
 

@@ -125,7 +125,7 @@ class ScriptedDrafter(HyperDFlashModel):
         self.pattern = pattern if callable(pattern) else lambda _: pattern
         return self
 
-    def draft(self, context, context_positions, anchor_id, position, num_drafts, target, cache):
+    def draft(self, context, anchor_id, position, num_drafts, target, cache):
         right = self.pattern(self.rounds)
         self.rounds += 1
         start = position + self.pads + 1
