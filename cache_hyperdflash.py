@@ -1,10 +1,11 @@
 """Rewindable cache layers for DeepSeek-V4.
 
 Speculative decoding writes K positions into the target's cache and then takes back the rejected ones. V4's own layers
-cannot do that: their compressors fold tokens into entries as they arrive. The layers here keep what one rewind needs and
-nothing more. While recording (`activate_past_recording`), each forward leaves its raw projected rows and the first series
-of every window it closed; `crop(-r)` rebuilds buffer, entries and overlap from them, without recomputation and bit for
-bit as a fresh run would hold them, and drops the record. Without recording they behave and weigh as the library's layers.
+cannot do that: their compressors fold tokens into entries as they arrive. The layers here keep what one rewind needs
+and nothing more. While recording (`activate_past_recording`), each forward leaves its raw projected rows and the first
+series of every window it closed; `crop(-r)` rebuilds buffer, entries and overlap from them, without recomputation and
+bit for bit as a fresh run would hold them, and drops the record. Without recording they behave and weigh as the
+library's layers.
 
 Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows `(B, T, width)`; entries
 `(B, entries, head_dim)`; overlap slices `(B, rate, head_dim)`. Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
@@ -16,7 +17,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACa
 
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):
-    """Sliding-window K = V that can take back every position written since recording began or since the last `crop`."""
+    """Sliding-window K = V that can take back every position written since recording or the last `crop`."""
 
     def __init__(self, sliding_window: int, **kwargs):
         super().__init__(sliding_window=sliding_window)
@@ -214,8 +215,8 @@ _REWINDABLE = {
 def make_rewindable(cache: Cache, config) -> Cache:
     """Give a DeepSeek-V4 `DynamicCache` rewindable layers, in place, keeping what it already holds.
 
-    Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's registry
-    of layer types is left alone: it has one slot a type for every cache and every model of the process.
+    Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's
+    registry of layer types is left alone: it has one slot a type for every cache and every model of the process.
 
     Raises `ValueError` for a cache that is not dynamic, is offloaded, has another number of layers than the config, or
     has been recording with layers that cannot rewind.

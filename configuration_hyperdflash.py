@@ -42,7 +42,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             The target's width and depth.
         vocab_size (`int`, *optional*, defaults to 129280):
             The target's vocabulary; embedding and LM head are the target's and never stored here.
-        target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`, *optional*):
+        target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
+        *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
         encoding (`dict`, *optional*):
             Generation of the chat encoding and modes trained on, as `{"generation": ..., "modes": [...]}`.

@@ -5,9 +5,9 @@
 caches of assisted calls get rewindable layers, and `_assisted_decoding` hands over to an assistant that brings its own
 loop. Everything else lasts one call. Plain `generate` is untouched.
 
-The loop is the library's with three differences: it taps the target's residual, it trims ids, scores, cache and stream at
-the first token that stops, and it does less work a round. Logits processors that look at the prefix are called once for
-every token, with the true prefix, as in plain decoding, so processors that keep state work too.
+The loop is the library's with three differences: it taps the target's residual, it trims ids, scores, cache and stream
+at the first token that stops, and it does less work a round. Logits processors that look at the prefix are called once
+for every token, with the true prefix, as in plain decoding, so processors that keep state work too.
 
 Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
 """
@@ -81,7 +81,7 @@ _SEAMS = {
 
 
 def set_up_deepseek_v4() -> None:
-    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, also from another copy of this file.
+    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, nor from another copy.
 
     Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
     """
@@ -137,8 +137,9 @@ def _stop_recording(cache: Cache | None) -> None:
 
 @dataclass
 class SpeculativeStats:
-    """What happened in each round of one or more `generate` calls. A round proposed at least one draft; drafts accepted
-    are counted before an end-of-text token trims them.
+    """What happened in each round of one or more `generate` calls.
+
+    A round proposed at least one draft; drafts accepted are counted before an end-of-text token trims them.
 
     Attributes:
         num_drafts (`list[int]`): drafts proposed, by round.
@@ -205,14 +206,15 @@ class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculativeStats | None = None
 
 
-# --------------------------------------------------------------------------------------------------------- residual tap
+# --------------------------------------------------------------------------------------------------------- residual
+# tap
 
 
 class ResidualTap:
     """Collects what a drafter reads from the target's forwards, for one call.
 
-    `pre_hc_head`: the input of hc_head, `(B, T, m, D)`. `hidden_layers`: outputs of the tapped layers, concatenated on the
-    last axis. Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
+    `pre_hc_head`: the input of hc_head, `(B, T, m, D)`. `hidden_layers`: outputs of the tapped layers, concatenated on
+    the last axis. Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
     """
 
     def __init__(self, target: DeepseekV4ForCausalLM, config):
@@ -273,8 +275,8 @@ class HyperDFlashAssistant:
             seen.add(target)
             for line in compare_fingerprint(self.config.target_fingerprint, target):
                 logger.warning(
-                    f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. Output stays "
-                    "the target's own, but fewer drafts may be accepted; `hyperdflash init` and training make one for it"
+                    f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. "
+                    "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one for it"
                 )
 
     def draft(self, context, anchor_id, position, num_drafts, target, cache):
@@ -283,7 +285,8 @@ class HyperDFlashAssistant:
         Args:
             context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
                 those just before the anchor.
-            anchor_id (`torch.LongTensor` of shape `(1, 1)`), position (`int`): the last accepted token and its position.
+            anchor_id (`torch.LongTensor` of shape `(1, 1)`), position (`int`): the last accepted token and its
+            position.
 
         Returns:
             `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
@@ -372,13 +375,13 @@ class _Loop:
         cache.activate_past_recording()
         context = _prompt_context(tap.take(), prompt_mask, drafter.config)
         position = int(prompt_positions[-1])  # of the last token that the target has seen
-        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries. Where
-        # positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
+        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries.
+        # Where positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
         if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in target.config.layer_types):
             most = 0
             logger.warning_once(
-                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed attention "
-                "then depends on the tokens in a forward, so nothing is drafted. Pass the prompt without padding"
+                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed "
+                "attention then depends on the tokens in a forward, so nothing is drafted. Pass the prompt without padding"
             )
         finished, num_new = self.accept(outputs, None, None, first=True)
 
@@ -405,7 +408,7 @@ class _Loop:
         return self.result(cache)
 
     def choose_drafts(self, draft_logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Drafts `(n,)`, written behind the tokens so far, and when sampling the distributions `(n, V)` behind them."""
+        """Drafts `(n,)`, written behind the tokens so far, and when sampling their distributions `(n, V)`."""
         drafts = self.buffer[0].narrow(0, self.num_tokens, draft_logits.shape[0])
         if not self.do_sample:
             return torch.argmax(draft_logits, dim=-1, out=drafts), None
@@ -518,7 +521,7 @@ class _Loop:
             )
 
     def stream(self, start: int, draft_ids: list[int], num_accepted: int) -> None:
-        """Hand the new tokens to the streamer, or the whole round to one that asks for it with a `put_round` method."""
+        """Hand the new tokens to the streamer, or the whole round to one with a `put_round` method."""
         if self.streamer is None:
             return
         new_ids = self.buffer[:, start : self.num_tokens].cpu()
@@ -579,7 +582,8 @@ def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -
     return residual
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
+# ---------------------------------------------------------------------------------------------------------------
+# checks
 
 
 def _check_call(generation_mode, config) -> None:
@@ -650,20 +654,22 @@ def _check_inputs(input_ids, generation_config, model_kwargs, synced_gpus) -> Ca
     prompt_length = mask.shape[1] if mask is not None else generation_config._mask_length
     if cache.get_seq_length() >= prompt_length:
         raise ValueError(
-            f"the cache passed in holds {cache.get_seq_length()} positions, but the prompt has {prompt_length} tokens: "
-            "pass the whole sequence, at least one token longer than the cache"
+            f"the cache passed in holds {cache.get_seq_length()} positions, but the prompt has {prompt_length} tokens"
+            ": pass the whole sequence, at least one token longer than the cache"
         )
     return cache
 
 
-# ---------------------------------------------------------------------------------------------------------- fingerprint
+# ----------------------------------------------------------------------------------------------------------
+# fingerprint
 
 
 def target_fingerprint(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     """A few numbers of each tensor, from values rounded to bf16: its root mean square and eight evenly spaced entries.
 
     Args:
-        tensors: hc_head's three tensors, the final norm and some embedding rows, under the names of `fingerprint_tensors`.
+        tensors: hc_head's three tensors, the final norm and some embedding rows, under the names of
+        `fingerprint_tensors`.
     """
     fingerprint = {}
     for name, tensor in tensors.items():

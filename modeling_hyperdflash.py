@@ -1,9 +1,10 @@
 """The HyperDFlash drafter: one pass over an anchor and K - 1 mask tokens drafts K - 1 tokens.
 
-Context are the target's un-collapsed residuals, reduced by a gate inherited from the target's hc_head. Embedding and LM
-head are the target's and are handed in by the caller, so nothing of the target is stored here.
+Context are the target's un-collapsed residuals, reduced by a gate inherited from the target's hc_head. Embedding and
+LM head are the target's and are handed in by the caller, so nothing of the target is stored here.
 
-Legend: B batch, C context positions, K block (anchor included), D hidden, m residual paths (`hc_mult`), L tapped layers.
+Legend: B batch, C context positions, K block (anchor included), D hidden, m residual paths (`hc_mult`), L tapped
+layers.
 """
 
 from collections.abc import Callable
@@ -33,8 +34,8 @@ class HyperDFlashGateReducer(nn.Module):
     """Gated reduction of the residual paths, in fp32 (paper, equation 1 and section 2.2).
 
     `alpha = sigmoid(hc_fn @ RMSNorm(vec(H)) * hc_scale + hc_base) + eps`, one independent scalar a path, and
-    `y = sum_j alpha_j * RMSNorm_j(H_j)`. `hc_fn`, `hc_base` and `hc_scale` are copied from the target's hc_head; the norm
-    of each path is the drafter's own. Without it the result is the target's own collapse.
+    `y = sum_j alpha_j * RMSNorm_j(H_j)`. `hc_fn`, `hc_base` and `hc_scale` are copied from the target's hc_head; the
+    norm of each path is the drafter's own. Without it the result is the target's own collapse.
     """
 
     def __init__(self, config: HyperDFlashConfig):
@@ -163,8 +164,8 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
-        """As in transformers, but a checkpoint that lacks a tensor, or has another one, is refused: a drafter with random
-        weights would run and accept nothing.
+        """As in transformers, but a checkpoint that lacks a tensor, or has another one, is refused: a drafter with
+        random weights would run and accept nothing.
 
         Raises `ValueError` that names the tensors, `OSError` when there are no weights at all.
         """
@@ -210,7 +211,7 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
 
 
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
-    """The drafter. Give it to `target.generate(assistant_model=...)`; `forward` follows transformers' DFlash protocol."""
+    """The drafter. Give it to `target.generate(assistant_model=...)`; `forward` follows the DFlash protocol."""
 
     def __init__(self, config: HyperDFlashConfig):
         super().__init__(config)
@@ -243,10 +244,11 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 Target embeddings of the anchor and of K - 1 mask tokens.
             context_hidden_states (`torch.Tensor` of shape `(B, C, m, target_hidden_size)`):
                 The target's pre-collapse residuals of the C context positions that the cache does not hold yet, all
-                before the anchor. For `context_source="hidden_layers"`, the tapped layers concatenated on the last axis.
+                before the anchor. For `context_source="hidden_layers"`, the tapped layers concatenated on the last
+                axis.
             attention_mask (`torch.Tensor`, *optional*):
-                None: every slot sees all context (within the window) and the whole block. `(B, cached + C + K)` of ones
-                and zeros: as usual. 4-D `(B, 1, K, kv)`: used as it is on every layer.
+                None: every slot sees all context (within the window) and the whole block. `(B, cached + C + K)` of
+                ones and zeros: as usual. 4-D `(B, 1, K, kv)`: used as it is on every layer.
             position_ids (`torch.LongTensor` of shape `(B, C + K)`, *optional*):
                 Absolute positions of context and block; by default they continue the cache's.
             cache (`Cache`, *optional*):

@@ -26,8 +26,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "demo",
         help="run the tiny target with and without its drafter",
-        description="Three prompts, greedily, with and without the drafter. A tiny stand-in: its speed and acceptance are "
-        "not comparable with published figures.",
+        description="Three prompts, greedily, with and without the drafter. A tiny stand-in: its speed and acceptance "
+        "are not comparable with published figures.",
         allow_abbrev=False,
     )
     parser.add_argument("--target", default=str(TINY / "target"))

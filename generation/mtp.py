@@ -1,8 +1,8 @@
 """DeepSeek-V4's native multi-token-prediction module, which transformers leaves out.
 
-One V4 decoder layer that reads the target's un-collapsed residual and the embedding of the next token, and predicts the
-token after it. It lives under `mtp.0.*` in a checkpoint, in the official naming, and shares embedding and head with the
-target. `mtp_state_dict` / `load_mtp` write and read those tensors.
+One V4 decoder layer that reads the target's un-collapsed residual and the embedding of the next token, and predicts
+the token after it. It lives under `mtp.0.*` in a checkpoint, in the official naming, and shares embedding and head
+with the target. `mtp_state_dict` / `load_mtp` write and read those tensors.
 
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
@@ -80,7 +80,8 @@ class DeepseekV4MTP(DeepseekV4PreTrainedModel):
             input_ids (`torch.LongTensor` of shape `(B, T)`, *optional*): those tokens' ids (for hash-routed layers).
 
         Returns:
-            `(hidden, residual)`: `(B, T, D)`, ready for the LM head, which predicts position t + 2; and `(B, T, m, D)`.
+            `(hidden, residual)`: `(B, T, D)`, ready for the LM head, which predicts position t + 2; and `(B, T, m,
+            D)`.
         """
         if position_ids is None:
             past = cache.get_seq_length() if cache is not None else 0
@@ -102,7 +103,7 @@ class DeepseekV4MTP(DeepseekV4PreTrainedModel):
 
 
 def mtp_state_dict(mtp: DeepseekV4MTP, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
-    """The module's tensors under `mtp.0.*` in the official checkpoint's names; hyper-connections and router bias fp32."""
+    """The module's tensors under `mtp.0.*` in the official names; hyper-connections and router bias in fp32."""
     out = {}
     for name, tensor in mtp.state_dict().items():
         keep = any(part in name for part in ("attn_hc", "ffn_hc", "hc_head", "sinks", "e_score_correction_bias"))

@@ -12,10 +12,10 @@ LEGEND = Text.assemble(
 
 
 class DraftStreamer:
-    """Prints each round of speculative decoding: accepted drafts, the target's own token, rejected drafts struck through.
+    """Prints each round of speculative decoding: accepted drafts, the target's own, rejected ones struck through.
 
-    Give it to `generate(streamer=...)`. Without colours (a pipe), rejected drafts are left out. Text is held back until
-    its bytes form whole characters.
+    Give it to `generate(streamer=...)`. Without colours (a pipe), rejected drafts are left out. Text is held back
+    until its bytes form whole characters.
 
     Args:
         tokenizer: the target's.

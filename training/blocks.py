@@ -15,7 +15,8 @@ class Blocks:
     Attributes:
         input_ids (`(B, A * K)`): the anchor token, then mask tokens.
         position_ids (`(B, T + A * K)`): absolute positions of the context, then of the blocks.
-        attention_mask (`(B, 1, A * K, T + A * K)`, additive): a slot sees the context strictly before its anchor, within
+        attention_mask (`(B, 1, A * K, T + A * K)`, additive): a slot sees the context strictly before its anchor,
+        within
             the window, and its own block.
         labels (`(B, A, K - 1)`): the tokens that slots 1..K-1 predict, -100 where there is none.
         teacher_positions (`(B, A, K - 1)`): where the target's head predicts the same token (paper, section 2.3).

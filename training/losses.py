@@ -1,4 +1,4 @@
-"""The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3, equations 2 and 3)."""
+"""The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3)."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
 """Documents to batches: length-bucketed, right-padded batches of about the same number of tokens.
 
-Reads what `tokenizer.py` wrote: `build/{train,heldout}-{code,math,chat}.npz` with `input_ids` (all documents joined) and
-`offsets` (where each starts).
+Reads what `tokenizer.py` wrote: `build/{train,heldout}-{code,math,chat}.npz` with `input_ids` (all documents joined)
+and `offsets` (where each starts).
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ def load_documents(build: Path, split: str, domain: str, max_length: int = MAX_L
 
 
 def make_batches(documents: list[np.ndarray], tokens_per_batch: int, seed: int) -> list[list[np.ndarray]]:
-    """Batches of documents of similar length, at most `tokens_per_batch` padded tokens each, in a seeded random order."""
+    """Batches of documents of similar length, at most `tokens_per_batch` padded tokens each, in a seeded order."""
     rng = np.random.default_rng(seed)
     order = sorted(rng.permutation(len(documents)), key=lambda i: len(documents[i]) // 16)
     batches, batch = [], []

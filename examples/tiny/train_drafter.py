@@ -2,8 +2,8 @@
 
     python examples/tiny/train_drafter.py --steps 2000    # resumes from examples/tiny/build/drafter if it exists
 
-The target's residuals are computed once and kept in memory in bf16 (1.5 kB a token). Writes `examples/tiny/drafter/`, with
-the expected acceptance length on held-out texts in `drafter_report.json`.
+The target's residuals are computed once and kept in memory in bf16 (1.5 kB a token). Writes `examples/tiny/drafter/`,
+with the expected acceptance length on held-out texts in `drafter_report.json`.
 """
 
 import argparse

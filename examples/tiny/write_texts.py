@@ -3,9 +3,9 @@
     python examples/tiny/write_texts.py                       # all, one process
     python examples/tiny/write_texts.py --shard 0 --shards 2  # one of two processes; finished parts are skipped
 
-Six of ten batches are written greedily, four are sampled at temperature 1. Prompts of equal length share a batch, since
-padding would change what DeepSeek-V4 computes. Writes `build/texts/{split}-{part}.npz` with `input_ids`, `loss_mask`
-(1 on the target's tokens) and `offsets`.
+Six of ten batches are written greedily, four are sampled at temperature 1. Prompts of equal length share a batch,
+since padding would change what DeepSeek-V4 computes. Writes `build/texts/{split}-{part}.npz` with `input_ids`,
+`loss_mask` (1 on the target's tokens) and `offsets`.
 """
 
 import argparse
