@@ -276,7 +276,8 @@ class HyperDFlashAssistant:
             for line in compare_fingerprint(self.config.target_fingerprint, target):
                 logger.warning(
                     f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. "
-                    "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one for it"
+                    "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one "
+                    "for it"
                 )
 
     def draft(self, context, anchor_id, position, num_drafts, target, cache):
@@ -381,7 +382,8 @@ class _Loop:
             most = 0
             logger.warning_once(
                 "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed "
-                "attention then depends on the tokens in a forward, so nothing is drafted. Pass the prompt without padding"
+                "attention then depends on the tokens in a forward, so nothing is drafted. "
+                "Pass the prompt without padding"
             )
         finished, num_new = self.accept(outputs, None, None, first=True)
 

@@ -105,7 +105,7 @@ def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
         f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [at most 1.3]"
     )
     print(
-        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us a layer, {spread(shares, '.1%')} of a round [under 5%]"
+        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {spread(shares, '.1%')} of a round [under 5%]"
     )
     print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
 

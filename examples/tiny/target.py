@@ -12,8 +12,8 @@ VOCAB_SIZE = 4096
 
 def config(vocab_size: int = VOCAB_SIZE) -> DeepseekV4Config:
     """V4-Flash's structure at about a fifty-thousandth of its size: all three attention types, hash and top-k MoE,
-    four     residual paths. `index_topk` covers every compressed entry of 2,048 positions, so the indexer (which only its own
-    loss could train) never chooses."""
+    four residual paths. `index_topk` covers every compressed entry of 2,048 positions, so the indexer, which only a
+    loss of its own could train, never chooses."""
     return DeepseekV4Config(
         vocab_size=vocab_size,
         hidden_size=192,
