@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from ..encoding_deepseek_v4 import MODES, encode_with_mask
 from ..modeling_hyperdflash import HyperDFlashModel
@@ -140,9 +140,9 @@ def prompt_ids(messages: list[dict], tokenizer, args: argparse.Namespace) -> tor
 
 def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
     """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
-    config = AutoConfig.from_pretrained(name, revision=revision)
-    if config.model_type != "deepseek_v4":
-        raise ValueError(f"{name} is a {config.model_type} model; HyperDFlash drafts for deepseek_v4")
+    model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    if model_type != "deepseek_v4":
+        raise ValueError(f"{name} is a {model_type} model; HyperDFlash drafts for deepseek_v4")
     target = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, device_map=device_map)
     return target.eval(), AutoTokenizer.from_pretrained(name, revision=revision)
 

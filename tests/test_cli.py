@@ -1,0 +1,149 @@
+"""The command line: what a person types, sees, and is told."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import Qwen3Config
+
+from hyperdflash.generation.cli import main
+from hyperdflash.generation.demo import TINY
+from hyperdflash.generation.metrics import first_difference
+from hyperdflash.generation.streaming import DraftStreamer
+
+TARGET, DRAFTER = str(TINY / "target"), str(TINY / "drafter")
+PROMPT = ["--prompt", "Find the value of x in the equation: 24*x + 130 = 1066", "--threads", "1"]
+
+
+class BytesTokenizer:
+    """Ids are bytes."""
+
+    def decode(self, ids, **kwargs):
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+def stream(rounds, *, terminal: bool) -> str:
+    file = io.StringIO()
+    colours = "standard" if terminal else None
+    console = Console(file=file, force_terminal=terminal, soft_wrap=True, color_system=colours)
+    streamer = DraftStreamer(BytesTokenizer(), console)
+    streamer.put(torch.tensor([[1, 2]]))
+    for new, drafts, num_accepted in rounds:
+        streamer.put_round(list(new), list(drafts), num_accepted)
+    streamer.end()
+    return file.getvalue()
+
+
+def test_generate_streams_text_and_ends_with_a_line_of_statistics(capsys):
+    assert main(["generate", TARGET, DRAFTER, *PROMPT]) == 0
+    captured = capsys.readouterr()
+    assert "#### " in captured.out
+    assert "acceptance length (tau)" in captured.err
+    assert "tokens/s" in captured.err
+
+
+def test_text_is_the_same_with_and_without_the_drafter(capsys):
+    main(["generate", TARGET, DRAFTER, *PROMPT])
+    drafted = capsys.readouterr().out
+    main(["generate", TARGET, *PROMPT])
+    assert capsys.readouterr().out == drafted
+
+
+def test_sampling_with_a_seed_repeats_itself(capsys):
+    options = ["--temperature", "0.8", "--top-p", "0.9", "--seed", "3", "--max-new-tokens", "30"]
+    outputs = []
+    for _ in range(2):
+        assert main(["generate", TARGET, DRAFTER, *PROMPT, *options]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_chat_file_is_continued(tmp_path, capsys):
+    chat = [
+        {"role": "user", "content": "I need a cheap hotel."},
+        {"role": "assistant", "content": "Which area?"},
+        {"role": "user", "content": "The north, please."},
+    ]
+    for content in (chat, {"messages": chat}):
+        (tmp_path / "chat.json").write_text(json.dumps(content))
+        assert main(["generate", TARGET, DRAFTER, "--chat-file", str(tmp_path / "chat.json"), "--threads", "1"]) == 0
+        assert capsys.readouterr().out.strip()
+
+
+def test_show_drafts_colours_accepted_own_and_rejected():
+    text = stream([(b"ab!", b"abcd", 2), (b"?", b"", 0)], terminal=True)
+    assert "\x1b[32ma\x1b[0m\x1b[32mb" in text  # green: accepted
+    assert "\x1b[1m!" in text  # bold: the target's own
+    assert "\x1b[9;31mcd" in text  # struck through, red: rejected
+    assert text.index("cd") < text.index("?")
+
+
+def test_without_a_terminal_only_the_text_is_printed():
+    assert stream([(b"ab!", b"abcd", 2), (b"?", b"x", 0)], terminal=False) == "ab!?\n"
+
+
+def test_a_character_split_over_tokens_is_printed_once_whole():
+    """https://github.com/vllm-project/vllm/pull/45678"""
+    euro = "€".encode()
+    assert (
+        stream([(b"a" + euro[:1], b"", 0), (euro[1:2], b"", 0), (euro[2:] + b"b", b"", 0)], terminal=False) == "a€b\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["generate", TARGET, DRAFTER, "--prompt", "  "], "the prompt is empty"),
+        (["generate", TARGET, "--prompt", "x", "--show-drafts"], "--show-drafts needs a drafter"),
+        (["generate", TARGET, "--prompt", "x", "--max-new-tokens", "0"], "at least 1, got 0"),
+        (["generate", TARGET, "--prompt", "x", "--max-new-tokens", "5000"], "2048 positions"),
+        (["generate", TARGET, "--prompt-file", "no/such/file"], "no/such/file"),
+        (["generate", "no/such/model", "--prompt", "x"], "no/such/model"),
+        (["generate", DRAFTER, "--prompt", "x"], "is a hyperdflash model"),
+        (["generate", TARGET, "--prompt", "x", "--effort", "huge"], "huge"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
+    assert main(argv) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_broken_chat_file_is_named(tmp_path, capsys):
+    file = tmp_path / "chat.json"
+    for content in ("{", "[1, 2]", '{"text": "x"}', '"x"'):
+        file.write_text(content)
+        assert main(["generate", TARGET, "--chat-file", str(file)]) == 1
+        assert str(file) in capsys.readouterr().err
+
+
+def test_another_architecture_is_refused_by_name(tmp_path, capsys):
+    Qwen3Config(num_hidden_layers=1).save_pretrained(tmp_path)
+    assert main(["generate", str(tmp_path), "--prompt", "x"]) == 1
+    assert "qwen3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate", TARGET, "--promt", "x"], ["generate", TARGET, "--max-new", "3"], ["nothing"], []]
+)
+def test_misspelled_and_abbreviated_options_are_usage_errors(argv, capsys):
+    """https://github.com/huggingface/transformers/issues/9224"""
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    assert stop.value.code == 2
+    capsys.readouterr()
+
+
+def test_first_difference_reports_the_targets_own_gap():
+    class Target:
+        def __call__(self, ids, **kwargs):
+            logits = torch.zeros(1, ids.shape[1], 5)
+            logits[0, -1, :2] = torch.tensor([2.0, 1.5])
+            return type("Output", (), {"logits": logits})
+
+    plain, other = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])
+    assert first_difference(Target(), plain, plain) is None
+    assert first_difference(Target(), plain, other) == (2, 0.5)
