@@ -4,7 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TINY := examples/tiny
-CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py
+CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py \
+  pairing_hyperdflash.py
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import DeepseekV4Config
 
 from ..configuration_hyperdflash import CONTEXT_SOURCES, REDUCERS, HyperDFlashConfig
-from ..generation_hyperdflash import fingerprint_rows, target_fingerprint
 from ..modeling_hyperdflash import HyperDFlashModel
+from ..pairing_hyperdflash import fingerprint_rows, target_fingerprint
 
 logger = logging.getLogger(__name__)
 

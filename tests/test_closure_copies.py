@@ -14,6 +14,7 @@ MODULES = (
     "modeling_hyperdflash.py",
     "cache_hyperdflash.py",
     "generation_hyperdflash.py",
+    "pairing_hyperdflash.py",
 )
 CLOSURE = (*MODULES, "custom_generate/generate.py")
 THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}

@@ -15,19 +15,16 @@ from transformers import DeepseekV4Config, DynamicCache
 from hyperdflash import generation_hyperdflash
 from hyperdflash.generation import cli, init
 from hyperdflash.generation.init import default_sizes, drafter_config, init_drafter, spread_layers
-from hyperdflash.generation_hyperdflash import (
-    ResidualTap,
-    compare_fingerprint,
-    fingerprint_tensors,
-    target_fingerprint,
-)
+from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.pairing_hyperdflash import compare_fingerprint, fingerprint_tensors, target_fingerprint
 
 CLOSURE = {
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
     "cache_hyperdflash.py",
     "generation_hyperdflash.py",
+    "pairing_hyperdflash.py",
 }
 OFFICIAL = {
     "model.hc_head.hc_fn": "hc_head_fn",

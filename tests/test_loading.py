@@ -30,6 +30,7 @@ CLOSURE = (
     "modeling_hyperdflash.py",
     "cache_hyperdflash.py",
     "generation_hyperdflash.py",
+    "pairing_hyperdflash.py",
 )
 PUBLISHED = (*CLOSURE, "custom_generate/generate.py")
 

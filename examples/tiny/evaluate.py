@@ -1,6 +1,6 @@
 """Greedy decoding of held-out prompts with and without the drafter, interleaved: tau, speed-up, and equality of ids.
 
-    python examples/tiny/evaluate.py                # needs build/heldout-*.npz (corpus.py and tokenizer.py, two minutes)
+    python examples/tiny/evaluate.py                # needs build/heldout-*.npz (corpus.py, tokenizer.py: two minutes)
 
 Writes `evaluation.json` into the drafter's folder. A tiny stand-in: not comparable with published figures.
 """

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from transformers.trainer_utils import get_last_checkpoint
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.generation_hyperdflash import ResidualTap, fingerprint_tensors, target_fingerprint
+from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.training.blocks import draw_anchors, make_blocks
 from hyperdflash.training.losses import drafter_loss
 
