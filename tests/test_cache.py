@@ -21,6 +21,7 @@ def forward(model, cache, ids):
     return model(ids, cache=cache, use_cache=True).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 def test_rewind_equals_fresh_run_at_every_length(stack):
     """Every prompt length 1-30, every k written in one forward, every r taken back: same state, same next logits.

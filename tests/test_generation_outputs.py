@@ -451,15 +451,15 @@ def test_storage_does_not_grow_over_six_hundred_tokens(target, prompt):
     own, draft_sizes = drafter.draft, []
 
     def checking(*args):
-        entries = args[3]
+        position = args[2]
         for layer in cache.layers:
             assert layer.keys.shape[-2] <= 7 + 7
             assert layer.keys.untyped_storage().nbytes() <= (7 + 7) * 16 * 4
             for name, buffer in getattr(layer, "buffer_kv", {}).items():
                 assert buffer.shape[1] <= layer.compress_rate - 1 + 7
                 assert buffer.untyped_storage().nbytes() <= (layer.compress_rate + 7) * 2 * 16 * 4
-                if entries >= layer.compress_rate:
-                    assert layer.compressed_kv[name].shape[1] == entries // layer.compress_rate
+                if position >= layer.compress_rate:
+                    assert layer.compressed_kv[name].shape[1] == position // layer.compress_rate
             assert not getattr(layer, "_rows", {})
             assert not getattr(layer, "_slices", {})
         return own(*args)

@@ -104,7 +104,7 @@ def table_target():
 
 
 class TableDrafter(ScriptedDrafter):
-    """Draft logits of slot k are row `(k, anchor)` of `tables`; sums what an ideal accept test accepts at slot 1."""
+    """Draft logits of slot k are row `(k, anchor)` of `tables`; every `skips`-th block proposes half as many."""
 
     def draft(self, context, anchor_id, position, num_drafts, target, cache):
         self.rounds += 1
@@ -284,12 +284,12 @@ def test_drafts_are_drawn_and_judged_with_the_same_float32_probabilities(dtype, 
 
     def spy_choose(self, draft_logits):
         drafts, probs = choose(self, draft_logits)
-        drawn.append((draft_logits, drafts, probs))
+        drawn.append((draft_logits, drafts.clone(), probs))  # `drafts` lies in the loop's buffer of ids
         return drafts, probs
 
     def spy_accept(self, outputs, drafts, draft_probs, first=False):
         if drafts is not None:
-            judged.append((drafts, draft_probs))
+            judged.append((drafts.clone(), draft_probs))
         return accept(self, outputs, drafts, draft_probs, first)
 
     monkeypatch.setattr(_Loop, "choose_drafts", spy_choose)
@@ -303,7 +303,7 @@ def test_drafts_are_drawn_and_judged_with_the_same_float32_probabilities(dtype, 
     target.generate(prompt, do_sample=True, temperature=0.6, top_k=3, max_new_tokens=60, assistant_model=drafter)
     assert len(drawn) == len(judged) == len(logits) > 15
     for (seen, drafts, probs), (judged_drafts, judged_probs), draft_logits in zip(drawn, judged, logits, strict=True):
-        assert judged_drafts is drafts
+        assert torch.equal(judged_drafts, drafts)
         assert judged_probs is probs
         assert seen.dtype == probs.dtype == draft_logits.dtype == torch.float32
         want = TopKLogitsWarper(3)(None, TemperatureLogitsWarper(0.6)(None, draft_logits)).softmax(-1)

@@ -92,7 +92,7 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     (args.build / "texts").mkdir(parents=True, exist_ok=True)
-    for split, num_prompts in (("train", args.prompts), ("heldout", 50)):
+    for split, num_prompts in (("train", args.prompts), ("heldout", 24)):
         batches = make_batches(make_prompts(args.build, split, tokenizer, num_prompts))
         parts = [batches[i : i + BATCHES_PER_PART] for i in range(0, len(batches), BATCHES_PER_PART)]
         mine = range(args.shard, len(parts), args.shards)
