@@ -14,7 +14,6 @@ Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m res
 
 import functools
 import inspect
-import itertools
 import threading
 import weakref
 from dataclasses import dataclass, field
@@ -280,31 +279,29 @@ class HyperDFlashAssistant:
                     "for it"
                 )
 
-    def draft(self, context, anchor_id, position, num_drafts, target, cache):
+    def draft(self, context, noise_ids, position, num_drafts, target, cache):
         """Draft logits of one block.
 
         Args:
             context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
                 those just before the anchor.
-            anchor_id (`torch.LongTensor` of shape `(1, 1)`), position (`int`): the last accepted token and its
-            position.
+            noise_ids (`torch.LongTensor` of shape `(1, K)`): the last accepted token (the anchor), then mask tokens.
+            position (`int`): the anchor's position.
 
         Returns:
             `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
-        K, weight = self.config.block_size, self.norm.weight
-        embedding, head, device = target.model.embed_tokens, target.lm_head, weight.device
-        noise_ids = torch.constant_pad_nd(anchor_id, (0, K - 1), self.config.mask_token_id)
-        noise_embeds = embedding(noise_ids.to(embedding.weight.device)).to(device, weight.dtype)
+        weight, head = self.norm.weight, target.lm_head
+        noise_embeds = target.model.embed_tokens(noise_ids).to(weight)
+        start, stop = position - context.shape[1], position + noise_ids.shape[1]
         output = self(
             noise_embeds=noise_embeds,
-            context_hidden_states=context.to(device),
-            position_ids=torch.arange(position - context.shape[1], position + K, device=device)[None],
+            context_hidden_states=context.to(weight.device),
+            position_ids=torch.arange(start, stop, device=weight.device)[None],
             cache=cache,
         )
-        hidden = output.last_hidden_state[0, 1 : 1 + num_drafts]
-        return head(hidden.to(head.weight.device, head.weight.dtype)).float()
+        return head(output.last_hidden_state[0, 1 : 1 + num_drafts].to(head.weight)).float()
 
     def assisted_decoding_loop(
         self,
@@ -338,7 +335,8 @@ class _Loop:
 
     def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
         self.drafter, self.target, self.config = drafter, target, generation_config
-        self.embedding_device = target.model.embed_tokens.weight.device
+        self.device = target.model.embed_tokens.weight.device
+        self.noise_ids = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=self.device)
         self.streamer = streamer
         self.processors = logits_processor
         self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
@@ -376,6 +374,7 @@ class _Loop:
         cache.activate_past_recording()
         context = _prompt_context(tap.take(), prompt_mask, drafter.config)
         position = int(prompt_positions[-1])  # of the last token that the target has seen
+        self.position_ids = torch.arange(position + self.max_length + 2, device=self.device)[None]
         # A compressed layer shows a block the entries that its position ids allow, but a single step all entries.
         # Where positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
         if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in target.config.layer_types):
@@ -395,8 +394,8 @@ class _Loop:
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
                 drafts, draft_probs = None, None
                 if num_drafts > 0:
-                    anchor_id = self.buffer.narrow(1, self.num_tokens - 1, 1)
-                    draft_logits = drafter.draft(context, anchor_id, position, num_drafts, target, draft_cache)
+                    self.noise_ids[0, 0] = self.last_id
+                    draft_logits = drafter.draft(context, self.noise_ids, position, num_drafts, target, draft_cache)
                     drafts, draft_probs = self.choose_drafts(draft_logits.to(self.buffer.device))
                     num_drafts = drafts.shape[0]
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
@@ -419,11 +418,11 @@ class _Loop:
 
     def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
         """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
-        length, device = verified.shape[1], self.embedding_device
+        length = verified.shape[1]
         inputs = {
             **step_inputs,
-            "input_ids": verified.to(device),
-            "position_ids": torch.arange(position, position + length, device=device)[None],
+            "input_ids": verified.to(self.device),
+            "position_ids": self.position_ids.narrow(1, position, length),
             "logits_to_keep": length,
             "return_dict": True,
         }
@@ -438,28 +437,28 @@ class _Loop:
 
         Returns whether generation is over, and the number of tokens appended.
         """
-        num_drafts = 0 if drafts is None else drafts.shape[0]
-        raw = outputs.logits[0, -num_drafts - 1 :].to(self.buffer.device, torch.float32)
-        draft_ids = drafts.tolist() if num_drafts else []
+        draft_ids = drafts.tolist() if drafts is not None else []
+        raw = outputs.logits[0, -len(draft_ids) - 1 :].to(self.buffer.device, torch.float32)
         start = self.num_tokens
         if self.sees_prefix:
-            judged = self.judge_one_by_one(raw, draft_ids, draft_probs)
+            scores = []
+            judged = self.judge_one_by_one(raw, draft_ids, draft_probs, scores)
         else:
             scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
-            rows = itertools.repeat(None) if self.scores is None else scores
-            judged = zip(self.judge(scores, draft_ids, draft_probs), rows, strict=False)
+            judged = self.judge(scores, draft_ids, draft_probs)
         new_ids, finished = [], False
-        for token, row in judged:
+        for i, token in enumerate(judged):
             new_ids.append(token)
             if finished:  # drafts accepted behind the stop count, but are not kept
                 continue
-            if token not in draft_ids[len(new_ids) - 1 : len(new_ids)]:  # an accepted draft is there already
+            if i >= len(draft_ids) or token != draft_ids[i]:  # an accepted draft is there already
                 self.buffer[0, self.num_tokens] = token
             self.num_tokens += 1
+            self.last_id = token
             if self.scores is not None:
-                self.scores += (row[None].clone(),)
+                self.scores += (scores[i][None].clone(),)
             if self.logits is not None:
-                self.logits += (raw[len(new_ids) - 1][None].clone(),)
+                self.logits += (raw[i][None].clone(),)
             finished = token in self.eos_ids or self.num_tokens >= self.max_length
             if self.criteria:
                 finished |= bool(self.criteria(self.ids, self.scores).all())
@@ -467,8 +466,8 @@ class _Loop:
                 break
         num_new = self.num_tokens - start
         num_accepted = _num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
-        if num_drafts:
-            self.stats.num_drafts.append(num_drafts)
+        if draft_ids:
+            self.stats.num_drafts.append(len(draft_ids))
             self.stats.num_accepted.append(num_accepted)
         self.keep_states(outputs, num_new, first)
         self.stream(start, draft_ids, num_accepted)
@@ -488,11 +487,12 @@ class _Loop:
         rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
         return [*draft_ids[:num_accepted], _sample_own(probs[num_accepted], rejected)]
 
-    def judge_one_by_one(self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None):
-        """As `judge`, for processors that look at the prefix: yields a token and its scores `(V,)`, and goes on to the
-        next row when the caller has appended the token, so that a processor sees true prefixes only, each once."""
+    def judge_one_by_one(self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None, rows: list):
+        """As `judge`, for processors that look at the prefix: yields a token, whose scores `(V,)` go to `rows`, and
+        goes on when the caller has appended the token, so that a processor sees true prefixes only, each once."""
         for i, row in enumerate(raw):
             scores = self.processors(self.ids, row[None].clone())[0]
+            rows.append(scores)
             draft = draft_ids[i] if i < len(draft_ids) else None
             if not self.do_sample:
                 token = int(scores.argmax())
@@ -502,7 +502,7 @@ class _Loop:
                     token = draft
                 else:
                     token = _sample_own(probs, draft_probs[i] if draft is not None else None)
-            yield token, scores
+            yield token
             if token != draft:
                 return
 

@@ -368,9 +368,10 @@ def test_every_kind_of_drafter_drafts_as_one_pass_over_its_whole_context(target,
     own, checked = drafter.draft, []
 
     @torch.no_grad()
-    def checking(context, anchor_id, position, num_drafts, target, cache):
-        got = own(context, anchor_id, position, num_drafts, target, cache)
-        ids = torch.nn.functional.pad(anchor_id, (0, 3), value=drafter.config.mask_token_id)
+    def checking(context, noise_ids, position, num_drafts, target, cache):
+        got = own(context, noise_ids, position, num_drafts, target, cache)
+        ids = torch.nn.functional.pad(noise_ids[:, :1], (0, 3), value=drafter.config.mask_token_id)
+        assert torch.equal(noise_ids, ids)
         hidden = drafter(target.get_input_embeddings()(ids), residuals[:, :position]).last_hidden_state
         torch.testing.assert_close(got, target.lm_head(hidden)[0, 1 : 1 + num_drafts], atol=1e-4, rtol=0)
         checked.append(position)

@@ -106,19 +106,19 @@ def table_target():
 class TableDrafter(ScriptedDrafter):
     """Draft logits of slot k are row `(k, anchor)` of `tables`; every `skips`-th block proposes half as many."""
 
-    def draft(self, context, anchor_id, position, num_drafts, target, cache):
+    def draft(self, context, noise_ids, position, num_drafts, target, cache):
         self.rounds += 1
         if self.skips and self.rounds % self.skips == 0:
             num_drafts //= 2
-        return self.tables[:num_drafts, int(anchor_id)]
+        return self.tables[:num_drafts, int(noise_ids[0, 0])]
 
 
-def table_drafter(target, kind, *, block_size=4, skips=0, probs=None):
+def table_drafter(target, kind, *, block_size=4, skips=0):
     """`right`: the target's own probabilities, each slot's given the anchor alone. `wrong`: on its least likely token.
     `random`: another table. `point`: always token 1."""
     torch.manual_seed(1)
     drafter = TableDrafter(tiny_drafter_config(target, block_size=block_size)).eval()
-    transition = target.table.softmax(-1) if probs is None else probs
+    transition = target.table.softmax(-1)
     powers = torch.stack([torch.linalg.matrix_power(transition, k + 1) for k in range(block_size - 1)])
     drafter.tables = {
         "right": powers.log(),
@@ -241,9 +241,9 @@ def test_drafts_are_accepted_as_often_as_they_can_be(name):
         ideal = torch.minimum(transition, q.softmax(-1)).sum(-1)
         own, anchors = drafter.draft, []
 
-        def draft(context, anchor_id, *args, own=own, anchors=anchors):
-            anchors.append(int(anchor_id))
-            return own(context, anchor_id, *args)
+        def draft(context, noise_ids, *args, own=own, anchors=anchors):
+            anchors.append(int(noise_ids[0, 0]))
+            return own(context, noise_ids, *args)
 
         drafter.draft = draft
         out = chain(target, 1500, 4, assistant_model=drafter, return_dict_in_generate=True, **options)
@@ -364,11 +364,11 @@ def test_joint_distribution_of_three_tokens_is_the_targets(name, kind):
     with torch.no_grad():
         after = {a: target(torch.cat([prompt, torch.tensor([[a]])], 1)).logits[0, -1:].float() for a in range(4)}
 
-    def draft(context, anchor_id, position, num_drafts, *args):
+    def draft(context, noise_ids, position, num_drafts, *args):
         if kind != "right":
             return fixed[kind][:num_drafts]
         # Right at slot 1 of the first block, any guess behind it.
-        return torch.cat([after[int(anchor_id)], fixed["random"]])[:num_drafts]
+        return torch.cat([after[int(noise_ids[0, 0])], fixed["random"]])[:num_drafts]
 
     drafter.draft = draft
     counts = torch.zeros(4, 4, 4)
