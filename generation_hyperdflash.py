@@ -105,10 +105,15 @@ def set_up_deepseek_v4() -> None:
 def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
     if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
         return loop(self, input_ids, *args, **kwargs)
+    if (cache := kwargs.get("cache")) is not None and cache.get_seq_length():
+        raise ValueError(
+            f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
+            "feed them again. Pass no cache, or use a HyperDFlash drafter"
+        )
     try:
         return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
     finally:
-        _stop_recording(kwargs.get("cache"))
+        _stop_recording(cache)
 
 
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -400,9 +405,11 @@ class _Loop:
                     num_drafts = drafts.shape[0]
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
                 outputs = target(**self.verify_inputs(step_inputs, verified, position, prompt_mask, cache))
-                residual = tap.take()
-                finished, num_new = self.accept(outputs, drafts, draft_probs)
-                cache.crop(num_new - verified.shape[1])
+                residual, start = tap.take(), self.num_tokens
+                try:
+                    finished, num_new = self.accept(outputs, drafts, draft_probs)
+                finally:  # also when a criterion or streamer raises: the cache never keeps what was not verified
+                    cache.crop(self.num_tokens - start - verified.shape[1])
                 context = residual[:, :num_new]
         if self.streamer is not None:
             self.streamer.end()

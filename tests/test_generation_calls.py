@@ -20,6 +20,7 @@ from tiny_v4 import (
     PATTERNS,
     SLIDING,
     assert_lossless,
+    assert_same_state,
     greedy,
     random_ids,
     scripted_drafter,
@@ -44,7 +45,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 import hyperdflash.generation_hyperdflash as generation
-from hyperdflash.cache_hyperdflash import RewindableSlidingLayer
+from hyperdflash.cache_hyperdflash import RewindableSlidingLayer, make_rewindable
 from hyperdflash.generation_hyperdflash import set_up_deepseek_v4
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 
@@ -590,3 +591,46 @@ def test_adapted_target_is_decoded_and_tapped_with_its_adapter(prompt):
         drafter = scripted_drafter(base, base_ids, 2)
         assert greedy(adapted, prompt, 20, assistant_model=drafter).tolist() == base_ids.tolist()
     assert greedy(adapted, prompt, 20, assistant_model=tiny_drafter(base)).tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("where", ["streamer", "criterion", "processor"])
+def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(where):
+    """Ctrl-C in the middle of a round: the cache holds a prefix of the plain sequence, and can be used again."""
+    target = tiny_target()
+    prompt = random_ids(10)
+    want = greedy(target, prompt, 20)
+    calls = []
+
+    def interrupt(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return args[1] if where == "processor" else torch.tensor([False])
+
+    class Streamer(BaseStreamer):
+        put = end = interrupt
+
+    options = {
+        "streamer": {"streamer": Streamer()},
+        "criterion": {"stopping_criteria": StoppingCriteriaList([interrupt])},
+        "processor": {"logits_processor": LogitsProcessorList([interrupt])},
+    }[where]
+    cache = DynamicCache(config=target.config)
+    drafter = scripted_drafter(target, want, lambda r: (0, 2)[r % 2], block_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        greedy(target, prompt, 20, cache=cache, assistant_model=drafter, **options)
+    length = cache.get_seq_length()
+    fresh = make_rewindable(DynamicCache(config=target.config), target.config)
+    with torch.no_grad():
+        target(want[:, :length], cache=fresh, use_cache=True)
+    assert_same_state(cache, fresh)
+
+
+def test_a_filled_cache_is_refused_where_the_library_would_feed_it_twice():
+    """Prompt lookup and ordinary assistants give wrong text there, in every model."""
+    target = tiny_target()
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(random_ids(5), cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="holds 5 positions"):
+        greedy(target, random_ids(9), 4, cache=cache, prompt_lookup_num_tokens=2)
