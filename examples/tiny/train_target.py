@@ -1,6 +1,6 @@
 """Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on one CPU core (about an hour).
 
-    python examples/tiny/train_target.py --steps 2000            # resumes from examples/tiny/build/target if it exists
+    python examples/tiny/train_target.py --steps 1700            # resumes from examples/tiny/build/target if it exists
 
 Writes `examples/tiny/target/` (bf16 safetensors with `mtp.0.*` in the same file) and `target_report.json` beside it:
 held-out perplexity of every domain, and the MTP module's accuracy on the token after the next.
@@ -109,6 +109,7 @@ def save(model: TargetWithMTP, folder: Path) -> None:
                 dtype = fp32[full].dtype if any(k in full for k in keep) else tensor.dtype
                 tensor.data = fp32[full].to(dtype)
     target.config.dtype = torch.bfloat16
+    target.config.use_cache = target.generation_config.use_cache = True  # the Trainer switches it off
     target.save_pretrained(folder)
     file = folder / "model.safetensors"
     save_file({**load_file(file), **mtp}, file, metadata={"format": "pt"})
@@ -118,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=HERE / "build")
     parser.add_argument("--target", type=Path, default=HERE / "target")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=1700)
     parser.add_argument("--tokens-per-batch", type=int, default=3072)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
     args = parser.parse_args()
