@@ -39,6 +39,7 @@ tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(TRAIN) $(TINY)/train_target.py
 	$(BIN)/python $(TINY)/write_texts.py
 	$(TRAIN) $(TINY)/train_drafter.py
+	$(BIN)/python $(TINY)/evaluate.py
 	$(MAKE) closure
 
 $(STAMP): pyproject.toml constraints.txt

@@ -12,8 +12,16 @@ Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor ro
 """
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+import transformers
+from transformers.cache_utils import Cache, DynamicCache
+
+from .configuration_hyperdflash import UNTESTED_TRANSFORMERS
+
+try:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+except ImportError as error:
+    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error, version=transformers.__version__)) from error
 
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):
@@ -39,9 +47,9 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_new = key_states.shape[-2]
-        self.cumulative_length += num_new
         full = torch.cat([self.keys, key_states], dim=-2) if self.keys.numel() else key_states
         visible = full[:, :, -(self.sliding_window - 1 + num_new) :, :]
+        self.cumulative_length += num_new
         if self.record_past:
             self.num_recorded += num_new
             self.keys = self.values = full
@@ -145,10 +153,6 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             if num_entries < self.entry_count[name]:
                 self.compressed_kv[name] = self.compressed_kv[name].narrow(1, 0, num_entries)
                 self.entry_count[name] = num_entries
-                self._rewind_overlap(name, num_entries)
-
-    def _rewind_overlap(self, name: str, num_entries: int) -> None:
-        """HCA windows do not overlap."""
 
     def _map_states(self, fn) -> None:
         super()._map_states(fn)
@@ -187,13 +191,15 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
             record.append((first, chunk_kv[..., :head_dim], chunk_gate[..., :head_dim]))
         return super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
 
-    def _rewind_overlap(self, name: str, num_entries: int) -> None:
-        for first, kv, gate in self._slices[name]:
-            row = num_entries - 1 - first
-            if 0 <= row < kv.shape[1]:
-                self.overlap_kv[name], self.overlap_gate[name] = kv.select(1, row), gate.select(1, row)
-                return
-        self.overlap_kv[name] = self.overlap_gate[name] = None  # no window is closed any more
+    def _rewind(self, num_removed: int) -> None:
+        super()._rewind(num_removed)
+        last_entry = self.cumulative_length // self.compress_rate - 1
+        for name, record in self._slices.items():
+            self.overlap_kv[name] = self.overlap_gate[name] = None  # unless a window is still closed
+            for first, kv, gate in record:
+                if 0 <= last_entry - first < kv.shape[1]:
+                    self.overlap_kv[name] = kv.select(1, last_entry - first)
+                    self.overlap_gate[name] = gate.select(1, last_entry - first)
 
     def _map_states(self, fn) -> None:
         super()._map_states(fn)

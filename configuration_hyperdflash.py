@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     # models for one when their configuration modules are the same. With this line the hash covers all of the code.
     from .modeling_hyperdflash import HyperDFlashModel  # noqa: F401
 
+TESTED_TRANSFORMERS = ("5.24.0",)
+UNTESTED_TRANSFORMERS = (
+    "HyperDFlash builds on parts of transformers that version {version} does not have ({what}); tested versions: "
+    + ", ".join(TESTED_TRANSFORMERS)
+)
+
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -134,8 +140,10 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """One layer type a layer, and heads in whole groups."""
-        if len(self.layer_types) != self.num_hidden_layers:
-            raise ValueError(f"{len(self.layer_types)} layer_types for num_hidden_layers {self.num_hidden_layers}")
+        if self.sliding_window < 1:
+            raise ValueError(
+                f"sliding_window counts the position itself, so it is at least 1; got {self.sliding_window}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "

@@ -42,11 +42,10 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCa
 from transformers.utils import logging
 
 from .cache_hyperdflash import make_rewindable
+from .configuration_hyperdflash import UNTESTED_TRANSFORMERS
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
 
 logger = logging.get_logger(__name__)
-
-TESTED_TRANSFORMERS = ("5.24.0",)
 
 # Processors that treat every row of scores alike, whatever the prefix: they may see all rows of a block at once.
 ROWWISE_PROCESSORS = (
@@ -74,6 +73,8 @@ _SEAMS = {
     "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
     "_prepare_cache_for_generation": {"generation_config", "model_kwargs", "generation_mode"},
     "_prefill": {"input_ids", "generation_config", "model_kwargs"},
+    "prepare_inputs_for_generation": {"input_ids", "next_sequence_length"},
+    "_optimize_model_for_decode": set(),
 }
 
 
@@ -91,10 +92,8 @@ def set_up_deepseek_v4() -> None:
         method = getattr(GenerationMixin, name, None)
         missing = expected - set(inspect.signature(method).parameters) if method else expected
         if missing:
-            raise ImportError(
-                f"HyperDFlash builds on GenerationMixin.{name}({', '.join(sorted(expected))}), which transformers "
-                f"{transformers.__version__} does not have; tested versions: {', '.join(TESTED_TRANSFORMERS)}"
-            )
+            what = f"GenerationMixin.{name}({', '.join(sorted(expected))})"
+            raise ImportError(UNTESTED_TRANSFORMERS.format(what=what, version=transformers.__version__))
     _assisted_decoding.asks_the_assistant = True
     for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
         name = method.__name__  # the library's signature stays visible: `generate` reads it
@@ -144,7 +143,8 @@ def _stop_recording(cache: Cache | None) -> None:
 class SpeculativeStats:
     """What happened in each round of one or more `generate` calls.
 
-    A round proposed at least one draft; drafts accepted are counted before an end-of-text token trims them.
+    A round proposed at least one draft; drafts accepted are counted before an end-of-text token trims them. (Where a
+    logits processor looks at the prefix, nothing behind the end is judged, and so nothing there counts.)
 
     Attributes:
         num_drafts (`list[int]`): drafts proposed, by round.
@@ -252,8 +252,13 @@ class ResidualTap:
     def take(self) -> torch.Tensor:
         """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
         layers = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in self._outputs]
+        self.clear()
+        # A target spread over several devices leaves its layers' outputs where they were computed
+        return torch.cat([x.to(layers[-1].device) for x in layers], dim=-1) if len(layers) > 1 else layers[0]
+
+    def clear(self) -> None:
+        """Forget what was collected, as after forwards that are not the loop's (a processor that runs the target)."""
         self._outputs = [[] for _ in self._outputs]
-        return torch.cat(layers, dim=-1) if len(layers) > 1 else layers[0]
 
 
 # ------------------------------------------------------------------------------------------------------ the assistant
@@ -276,8 +281,9 @@ class HyperDFlashAssistant:
             logger.warning(f"num_assistant_tokens={asked} is capped at {num_drafts}: the drafter's block has no more")
         seen = HyperDFlashAssistant._targets_compared.setdefault(self, weakref.WeakSet())
         if target not in seen:
+            lines = compare_fingerprint(self.config.target_fingerprint, target)
             seen.add(target)
-            for line in compare_fingerprint(self.config.target_fingerprint, target):
+            for line in lines:
                 logger.warning(
                     f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. "
                     "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one "
@@ -298,7 +304,8 @@ class HyperDFlashAssistant:
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight, head = self.norm.weight, target.lm_head
-        noise_embeds = target.model.embed_tokens(noise_ids).to(weight)
+        embeds = target.model.embed_tokens(noise_ids)
+        noise_dtype, noise_embeds = embeds.dtype, embeds.to(weight)  # a quantised head's own dtype would not do
         start, stop = position - context.shape[1], position + noise_ids.shape[1]
         output = self(
             noise_embeds=noise_embeds,
@@ -306,7 +313,8 @@ class HyperDFlashAssistant:
             position_ids=torch.arange(start, stop, device=weight.device)[None],
             cache=cache,
         )
-        return head(output.last_hidden_state[0, 1 : 1 + num_drafts].to(head.weight)).float()
+        hidden = output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
+        return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
 
     def assisted_decoding_loop(
         self,
@@ -340,7 +348,8 @@ class _Loop:
 
     def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
         self.drafter, self.target, self.config = drafter, target, generation_config
-        self.device = target.model.embed_tokens.weight.device
+        embedding = target.model.embed_tokens.weight
+        self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
         self.noise_ids = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=self.device)
         self.streamer = streamer
         self.processors = logits_processor
@@ -357,7 +366,8 @@ class _Loop:
             c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         )
         self.num_tokens = input_ids.shape[1]
-        self.buffer = input_ids.new_zeros((1, max(self.max_length, self.num_tokens + 1)))
+        length = max(self.max_length, self.num_tokens + 1)
+        self.buffer = torch.zeros((1, length), dtype=torch.long, device=input_ids.device)
         self.buffer[:, : self.num_tokens] = input_ids
 
         wanted = generation_config if generation_config.return_dict_in_generate else None
@@ -404,13 +414,21 @@ class _Loop:
                     drafts, draft_probs = self.choose_drafts(draft_logits.to(self.buffer.device))
                     num_drafts = drafts.shape[0]
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
-                outputs = target(**self.verify_inputs(step_inputs, verified, position, prompt_mask, cache))
-                residual, start = tap.take(), self.num_tokens
+                inputs, start = (
+                    self.verify_inputs(step_inputs, verified, position, prompt_mask, cache),
+                    self.num_tokens,
+                )
+                tap.clear()
                 try:
+                    outputs = target(**inputs)
+                    context = tap.take()
                     finished, num_new = self.accept(outputs, drafts, draft_probs)
-                finally:  # also when a criterion or streamer raises: the cache never keeps what was not verified
-                    cache.crop(self.num_tokens - start - verified.shape[1])
-                context = residual[:, :num_new]
+                except BaseException:  # the cache keeps verified positions only, whichever layers the forward reached
+                    for layer in cache.layers:
+                        layer.crop(min(self.num_tokens - start - layer.num_recorded, 0))
+                    raise
+                cache.crop(num_new - verified.shape[1])
+                context = context[:, :num_new]
         if self.streamer is not None:
             self.streamer.end()
         return self.result(cache)
@@ -587,7 +605,8 @@ def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -
     if mask is not None:
         residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
     if "full_attention" not in config.layer_types:
-        residual = residual[:, max(residual.shape[1] - (config.sliding_window - 1), 0) :]
+        first = max(residual.shape[1] - (config.sliding_window - 1), 0)
+        residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
     return residual
 
 

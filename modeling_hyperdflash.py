@@ -49,7 +49,10 @@ class HyperDFlashGateReducer(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """`(B, C, m, D)` -> `(B, C, D)`, in the input's dtype."""
-        H_BCmD = residual.float()
+        with torch.autocast(residual.device.type, enabled=False):
+            return self._reduce(residual.float()).to(residual.dtype)
+
+    def _reduce(self, H_BCmD: torch.Tensor) -> torch.Tensor:
         flat = H_BCmD.flatten(2)
         flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
         alpha_BCm = (
@@ -58,7 +61,7 @@ class HyperDFlashGateReducer(nn.Module):
         if self.path_norm is not None:
             H_BCmD = H_BCmD * torch.rsqrt(H_BCmD.square().mean(-1, keepdim=True) + self.norm_eps)
             H_BCmD = H_BCmD * self.path_norm.float()
-        return (alpha_BCm.unsqueeze(-1) * H_BCmD).sum(2).to(residual.dtype)
+        return (alpha_BCm.unsqueeze(-1) * H_BCmD).sum(2)
 
 
 class HyperDFlashFCReducer(nn.Module):

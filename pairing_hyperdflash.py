@@ -8,6 +8,9 @@ import torch
 from transformers.cache_utils import Cache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 
 def check_call(generation_mode, config) -> None:
@@ -19,6 +22,8 @@ def check_call(generation_mode, config) -> None:
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name}={getattr(config, name)} cannot be combined with a HyperDFlash drafter: unset it")
+    if config.num_assistant_tokens < 0:
+        raise ValueError(f"num_assistant_tokens={config.num_assistant_tokens}: drafts a round are counted from 0")
     if config.guidance_scale not in (None, 1, 1.0):
         raise ValueError(
             f"guidance_scale={config.guidance_scale} runs a second forward of the target at every token and cannot be "
@@ -46,8 +51,8 @@ def check_pair(drafter, target) -> None:
                 "make one with `hyperdflash init`"
             )
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = getattr(target_config, name)
-        if config.mask_token_id in (ids if isinstance(ids, list) else [ids]):
+        ids = [getattr(target_config, name), getattr(target.generation_config, name)]
+        if any(config.mask_token_id in (i if isinstance(i, list) else [i]) for i in ids):
             raise ValueError(
                 f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
             )
@@ -120,6 +125,9 @@ def fingerprint_rows(vocab_size: int) -> torch.LongTensor:
 def compare_fingerprint(fingerprint: dict | None, target: DeepseekV4ForCausalLM) -> list[str]:
     """One line for each tensor of the target that differs from the fingerprint by more than bf16 rounding."""
     if fingerprint is None:
+        return []
+    if any(tensor.is_meta for tensor in (target.model.norm.weight, target.get_input_embeddings().weight)):
+        logger.info("the target is offloaded: its weights are not compared with the drafter's fingerprint")
         return []
     lines = []
     for name, values in target_fingerprint(fingerprint_tensors(target)).items():

@@ -40,6 +40,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 when a sequence differs."""
+    if args.repeats < 1:
+        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
     torch.set_num_threads(1)  # OpenMP spin waits make a tiny model many times slower on two threads
     console = Console(highlight=False, soft_wrap=True)
     target, tokenizer = load_target(args.target, None, "float32")

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
-from ..encoding_deepseek_v4 import MODES, encode_with_mask
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..modeling_hyperdflash import HyperDFlashModel
 from .metrics import describe
 from .streaming import LEGEND, DraftStreamer
@@ -56,9 +56,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    messages = read_messages(args)  # before the model: a wrong file should not cost a load
+    messages = read_messages(args)  # before the model: a mistake should not cost a load
+    encode_messages(messages, mode=args.mode, effort=args.effort, generation=args.generation)
     if args.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
     if args.show_drafts and args.drafter is None:
         raise ValueError("--show-drafts needs a drafter: hyperdflash generate TARGET DRAFTER ...")
     if args.threads:
@@ -73,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             f"{limit} positions"
         )
     streamer = DraftStreamer(tokenizer)
-    if args.show_drafts:
+    if args.show_drafts and streamer.console.is_terminal:
         streamer.console.print(LEGEND)
     output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
     num_new = output.sequences.shape[1] - input_ids.shape[1]
@@ -140,6 +143,8 @@ def prompt_ids(messages: list[dict], tokenizer, args: argparse.Namespace) -> tor
 
 def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
     """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
+    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise OSError(f"no folder {name}")
     model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     if model_type != "deepseek_v4":
         raise ValueError(f"{name} is a {model_type} model; HyperDFlash drafts for deepseek_v4")

@@ -44,7 +44,7 @@ class DraftStreamer:
             self.console.print(Text(self._decode(rejected).replace("\n", "⏎"), REJECTED), end="")
 
     def end(self) -> None:
-        self.console.print()
+        self.console.print(Text(self._decode(self.ids)[len(self.printed) :], OWN))  # an unfinished character, if any
 
     def _print(self, tokens: list[tuple[int, str]]) -> None:
         text = Text()

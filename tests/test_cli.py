@@ -103,6 +103,10 @@ def test_a_character_split_over_tokens_is_printed_once_whole():
         (["generate", "no/such/model", "--prompt", "x"], "no/such/model"),
         (["generate", DRAFTER, "--prompt", "x"], "is a hyperdflash model"),
         (["generate", TARGET, "--prompt", "x", "--effort", "huge"], "huge"),
+        (["generate", TARGET, "--prompt", "x", "--temperature", "-1"], "got -1.0"),
+        (["generate", TARGET, DRAFTER, "--prompt", "x", "--num-assistant-tokens", "-2"], "num_assistant_tokens=-2"),
+        (["generate", "./no-such-folder", "--prompt", "x"], "no folder ./no-such-folder"),
+        (["demo", "--repeats", "0"], "at least 1, got 0"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
@@ -114,10 +118,11 @@ def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
 
 def test_a_broken_chat_file_is_named(tmp_path, capsys):
     file = tmp_path / "chat.json"
-    for content in ("{", "[1, 2]", '{"text": "x"}', '"x"'):
+    for content in ("{", "[1, 2]", '[{"role": "user"}]', '{"text": "x"}', '"x"'):
         file.write_text(content)
-        assert main(["generate", TARGET, "--chat-file", str(file)]) == 1
-        assert str(file) in capsys.readouterr().err
+        assert main(["generate", TARGET, "--chat-file", str(file), "--raw"]) == 1
+        err = capsys.readouterr().err
+        assert str(file) in err or "content" in err
 
 
 def test_another_architecture_is_refused_by_name(tmp_path, capsys):

@@ -593,7 +593,7 @@ def test_adapted_target_is_decoded_and_tapped_with_its_adapter(prompt):
     assert greedy(adapted, prompt, 20, assistant_model=tiny_drafter(base)).tolist() == want.tolist()
 
 
-@pytest.mark.parametrize("where", ["streamer", "criterion", "processor"])
+@pytest.mark.parametrize("where", ["streamer", "criterion", "processor", "forward"])
 def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(where):
     """Ctrl-C in the middle of a round: the cache holds a prefix of the plain sequence, and can be used again."""
     target = tiny_target()
@@ -605,7 +605,7 @@ def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(w
         calls.append(1)
         if len(calls) == 5:
             raise KeyboardInterrupt
-        return args[1] if where == "processor" else torch.tensor([False])
+        return {"processor": args[1], "forward": None}.get(where, torch.tensor([False]))
 
     class Streamer(BaseStreamer):
         put = end = interrupt
@@ -614,12 +614,16 @@ def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(w
         "streamer": {"streamer": Streamer()},
         "criterion": {"stopping_criteria": StoppingCriteriaList([interrupt])},
         "processor": {"logits_processor": LogitsProcessorList([interrupt])},
+        "forward": {},
     }[where]
+    hook = target.model.layers[1].register_forward_hook(interrupt if where == "forward" else lambda *args: None)
     cache = DynamicCache(config=target.config)
     drafter = scripted_drafter(target, want, lambda r: (0, 2)[r % 2], block_size=4)
     with pytest.raises(KeyboardInterrupt):
         greedy(target, prompt, 20, cache=cache, assistant_model=drafter, **options)
+    hook.remove()
     length = cache.get_seq_length()
+    assert length > 10
     fresh = make_rewindable(DynamicCache(config=target.config), target.config)
     with torch.no_grad():
         target(want[:, :length], cache=fresh, use_cache=True)
@@ -634,3 +638,57 @@ def test_a_filled_cache_is_refused_where_the_library_would_feed_it_twice():
         target(random_ids(5), cache=cache, use_cache=True)
     with pytest.raises(ValueError, match="holds 5 positions"):
         greedy(target, random_ids(9), 4, cache=cache, prompt_lookup_num_tokens=2)
+
+
+@pytest.mark.parametrize("num_assistant_tokens", [-1, -5])
+def test_a_negative_number_of_drafts_is_refused(num_assistant_tokens):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match=f"num_assistant_tokens={num_assistant_tokens}"):
+        greedy(target, random_ids(5), 4, assistant_model=drafter, num_assistant_tokens=num_assistant_tokens)
+
+
+def test_int32_prompts_are_decoded():
+    target = tiny_target()
+    prompt = random_ids(7)
+    drafted = greedy(target, prompt.int(), 12, assistant_model=tiny_drafter(target))
+    assert drafted.tolist() == greedy(target, prompt, 12).tolist()
+
+
+def test_a_processor_that_runs_the_target_does_not_disturb_the_context():
+    """Its forwards are not the loop's: the drafter reads what it reads without them."""
+    target = tiny_target()
+    prompt = random_ids(9)
+    want = greedy(target, prompt, 24)
+
+    class RunsTheTarget(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            target(input_ids.expand(2, -1), use_cache=False)
+            return scores
+
+    contexts = []
+    for processors in ([], [RunsTheTarget()]):
+        drafter = scripted_drafter(target, want, lambda r: (0, ALWAYS, 1)[r % 3], block_size=4)
+        own, seen = drafter.draft, []
+        drafter.draft = lambda context, *args, own=own, seen=seen: (seen.append(context.clone()), own(context, *args))[
+            1
+        ]
+        got = greedy(target, prompt, 24, assistant_model=drafter, logits_processor=LogitsProcessorList(processors))
+        assert got.tolist() == want.tolist()
+        contexts.append(seen)
+    assert len(contexts[0]) == len(contexts[1])
+    for a, b in zip(*contexts, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_target_with_offloaded_weights_drafts():
+    """What `device_map="auto"` does with a target that does not fit: weights are on the meta device until used."""
+    from accelerate import cpu_offload
+
+    target = tiny_target()
+    prompt = random_ids(9)
+    want = greedy(target, prompt, 16)
+    drafter = tiny_drafter(target, target_fingerprint=target_fingerprint(fingerprint_tensors(target)))
+    cpu_offload(target, execution_device="cpu")
+    assert target.lm_head.weight.is_meta
+    assert greedy(target, prompt, 16, assistant_model=drafter).tolist() == want.tolist()

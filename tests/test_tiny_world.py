@@ -60,6 +60,7 @@ def test_target_has_every_part_of_a_v4(target):
     assert config.num_hidden_layers >= 6
     assert config.max_position_embeddings >= 2048
     assert config.vocab_size == 4096
+    assert target.generation_config.use_cache
     for layer in target.model.layers:
         if layer.mlp.is_hash:
             assert layer.mlp.gate.tid2eid.unique().numel() == config.n_routed_experts
@@ -72,7 +73,9 @@ def test_weights_are_small_bf16_safetensors():
         assert not list(folder.glob("*.bin")) + list(folder.glob("*.pt"))
         with safe_open(files[0], framework="pt") as file:
             dtypes = [file.get_slice(name).get_dtype() for name in file.keys()]  # noqa: SIM118
+            gate = [file.get_slice(name).get_dtype() for name in file.keys() if "reducer" in name]  # noqa: SIM118
         assert dtypes.count("BF16") > len(dtypes) / 2
+        assert set(gate) <= {"F32"}  # inherited without rounding
 
 
 def test_held_out_perplexity_is_recorded_and_shows_learning():
@@ -128,7 +131,7 @@ def test_demo_ends_with_its_table(capsys):
     assert main(["demo", "--repeats", "1", "--max-new-tokens", "32"]) == 0
     out = capsys.readouterr().out
     assert "same ids" in out.replace("\n", " ")
-    assert out.count("yes") == 3
+    assert sum("yes" in line and "x" in line for line in out.splitlines() if "│" in line) == 3
     assert "acceptance by position" in out
 
 

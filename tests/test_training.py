@@ -139,6 +139,12 @@ def test_no_valid_slot_gives_a_zero_loss_with_finite_gradients():
     assert student.grad.abs().sum() == 0
 
 
+def test_a_block_with_fewer_slots_than_the_kl_term_has():
+    student, labels = torch.randn(4, 1, 5), torch.tensor([[1], [2], [-100], [3]])
+    out = drafter_loss(student, torch.randn(4, 2, 5), labels, gamma=4.0, alpha=0.1, temperature=1.0, num_kl_slots=2)
+    assert torch.isfinite(out["loss"])
+
+
 def test_gamma_zero_weighs_all_slots_alike():
     assert slot_weights(3, 0).tolist() == [1, 1, 1]
     assert slot_weights(3, 4.0).tolist() == pytest.approx([1, math.exp(-1 / 4), math.exp(-2 / 4)])

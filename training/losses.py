@@ -24,6 +24,7 @@ def drafter_loss(
     Returns:
         `dict`: `loss`, `ce`, `kl`, and by slot `num_correct` and `num_valid` (sums and counts, `(S,)`).
     """
+    num_kl_slots = min(num_kl_slots, labels.shape[1])
     valid = labels != -100
     weights = slot_weights(labels.shape[1], gamma).to(student.device) * valid
     ce = F.cross_entropy(student.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
