@@ -414,10 +414,8 @@ class _Loop:
                     drafts, draft_probs = self.choose_drafts(draft_logits.to(self.buffer.device))
                     num_drafts = drafts.shape[0]
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
-                inputs, start = (
-                    self.verify_inputs(step_inputs, verified, position, prompt_mask, cache),
-                    self.num_tokens,
-                )
+                inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
+                start = self.num_tokens
                 tap.clear()
                 try:
                     outputs = target(**inputs)

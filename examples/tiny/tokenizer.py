@@ -15,7 +15,6 @@ each document starts, with the total length at the end).
 import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +22,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent))  # the encoding lies at the repository root
-
-from encoding_deepseek_v4 import (  # noqa: E402
+from hyperdflash.encoding_deepseek_v4 import (
     ASSISTANT_TOKEN,
     BOS_TOKEN,
     EOS_TOKEN,
@@ -36,6 +32,7 @@ from encoding_deepseek_v4 import (  # noqa: E402
     encode_with_mask,
 )
 
+HERE = Path(__file__).resolve().parent
 VOCAB_SIZE = 4096
 PAD_TOKEN = "<｜▁pad▁｜>"
 # The last of V4's 800 place holders, id 128799 there: the drafter's mask token.

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from data import make_batches
+from tokenizer import MASK_TOKEN
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -25,7 +26,6 @@ from hyperdflash.training.blocks import draw_anchors, make_blocks
 from hyperdflash.training.losses import drafter_loss
 
 HERE = Path(__file__).resolve().parent
-MASK_TOKEN = "<｜place▁holder▁no▁799｜>"
 BLOCK_SIZE = 7
 
 

@@ -9,25 +9,21 @@ held-out perplexity of every domain, and the MTP module's accuracy on the token 
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from data import DOMAINS, load_documents, make_batches, pad
 from safetensors.torch import load_file, save_file
+from target import config, fill_hash_tables
 from torch import nn
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import load_balancing_loss_func
 from transformers.trainer_utils import get_last_checkpoint
 
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parents[1]))
-
-from data import DOMAINS, load_documents, make_batches, pad  # noqa: E402
-from target import config, fill_hash_tables  # noqa: E402
-
-from generation.mtp import DeepseekV4MTP, mtp_state_dict  # noqa: E402
-
 MTP_WEIGHT = 0.3
 BALANCE_WEIGHT = 0.01
 
@@ -115,6 +111,13 @@ def save(model: TargetWithMTP, folder: Path) -> None:
     save_file({**load_file(file), **mtp}, file, metadata={"format": "pt"})
 
 
+def load(model: TargetWithMTP, folder: Path) -> None:
+    """Put what `save` wrote back into the model, so that the report is about the saved weights."""
+    saved = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.target.load_state_dict(saved.state_dict())
+    model.mtp.load_state_dict(load_mtp(folder, model.config).state_dict())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=HERE / "build")
@@ -159,6 +162,7 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
     save(model, args.target)
+    load(model, args.target)
     report = evaluate(model, args.build, tokenizer.pad_token_id)
     seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch
     report["training"] = {
