@@ -15,6 +15,7 @@ each document starts, with the total length at the end).
 import argparse
 import json
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
