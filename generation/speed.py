@@ -154,14 +154,16 @@ def cache_bytes(target) -> None:
     for _ in range(40):
         target(torch.randint(8, 4000, (1, 7), generator=generator), cache=cache, use_cache=True)
         cache.crop(-6)
-        sizes.append(sum(nbytes(layer) for layer in cache.layers))
-    entries = sum(nbytes_of(layer.compressed_kv) for layer in cache.layers if hasattr(layer, "compressed_kv"))
-    print(f"(d) cache after 1 and 40 rounds of one token: {sizes[0] / 1e3:.0f} and {sizes[-1] / 1e3:.0f} kB, ", end="")
-    print(f"of it compressed entries {entries / 1e3:.0f} kB, undo records between rounds 0 kB")
+        entries = sum(nbytes(getattr(layer, "compressed_kv", None)) for layer in cache.layers)
+        records = sum(nbytes([getattr(layer, n, None) for n in ("_rows", "_slices")]) for layer in cache.layers)
+        sizes.append((sum(nbytes(vars(layer)) for layer in cache.layers) - entries, entries, records))
+    (rest, entries, _), (rest_40, entries_40, records) = ([x / 1e3 for x in sizes[i]] for i in (0, -1))
+    print(f"(d) cache after 1 and 40 rounds of one token, in kB: entries {entries:.0f} and {entries_40:.0f}, ", end="")
+    print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}  [only entries grow]")
 
 
-def nbytes(layer) -> int:
-    """Bytes of the storages that a cache layer holds, each once."""
+def nbytes(value) -> int:
+    """Bytes of the storages that a value reaches, each once."""
     storages = {}
 
     def walk(value):
@@ -171,12 +173,8 @@ def nbytes(layer) -> int:
             for item in value.values() if isinstance(value, dict) else value:
                 walk(item)
 
-    walk(vars(layer))
+    walk(value)
     return sum(storages.values())
-
-
-def nbytes_of(tensors: dict) -> int:
-    return sum(tensor.nbytes for tensor in tensors.values() if tensor is not None)
 
 
 def ms(seconds: list[float]) -> str:

@@ -21,7 +21,7 @@ try:
     from transformers.cache_utils import DynamicSlidingWindowLayer
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 except ImportError as error:
-    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error, version=transformers.__version__)) from error
+    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error.name, version=transformers.__version__)) from error
 
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 TESTED_TRANSFORMERS = ("5.24.0",)
 UNTESTED_TRANSFORMERS = (
-    "HyperDFlash builds on parts of transformers that version {version} does not have ({what}); tested versions: "
+    "HyperDFlash builds on {what}, which transformers {version} does not have; tested versions: "
     + ", ".join(TESTED_TRANSFORMERS)
 )
 
