@@ -18,48 +18,35 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation.init import init_drafter
 from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.training.blocks import draw_anchors, make_blocks
 from hyperdflash.training.losses import drafter_loss
 
 HERE = Path(__file__).resolve().parent
-BLOCK_SIZE = 7
 
 
-def drafter_config(target, tokenizer) -> HyperDFlashConfig:
-    """Four layers as wide as the target; every layer sees the last 256 positions."""
-    return HyperDFlashConfig(
-        block_size=BLOCK_SIZE,
-        mask_token_id=tokenizer.convert_tokens_to_ids(MASK_TOKEN),
-        hc_mult=target.config.hc_mult,
-        hc_eps=target.config.hc_eps,
-        target_hidden_size=target.config.hidden_size,
-        target_num_hidden_layers=target.config.num_hidden_layers,
-        vocab_size=target.config.vocab_size,
-        hidden_size=target.config.hidden_size,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=256,
-        max_position_embeddings=target.config.max_position_embeddings,
-        rms_norm_eps=target.config.rms_norm_eps,
-        target_name_or_path="tiny-deepseek-v4",
-        target_fingerprint=target_fingerprint(fingerprint_tensors(target)),
-        encoding={"generation": "preview", "modes": ["non-thinking"]},
-    )
-
-
-def inherit_gate(drafter: HyperDFlashModel, target) -> None:
-    """Copy the target's hc_head into the reducer (paper, section 2.2)."""
-    head = target.model.hc_head
-    with torch.no_grad():
-        for name in ("hc_fn", "hc_base", "hc_scale"):
-            getattr(drafter.reducer, name).copy_(getattr(head, name))
+def new_drafter(target: Path, build: Path) -> HyperDFlashModel:
+    """What `hyperdflash init` makes for the tiny target: four layers as wide as it, which see 256 positions."""
+    folder = build / "new-drafter"
+    if not folder.exists():
+        init_drafter(
+            target,
+            folder,
+            mask_token_id=AutoTokenizer.from_pretrained(target).convert_tokens_to_ids(MASK_TOKEN),
+            block_size=7,
+            num_hidden_layers=4,
+            intermediate_size=512,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=32,
+            sliding_window=256,
+        )
+    drafter = HyperDFlashModel.from_pretrained(folder, dtype=torch.float32)
+    drafter.config.target_name_or_path = "tiny-deepseek-v4"
+    drafter.config.encoding = {"generation": "preview", "modes": ["non-thinking"]}
+    return drafter
 
 
 def round_to_bf16(drafter: HyperDFlashModel) -> None:
@@ -182,9 +169,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     set_seed(0)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    drafter = HyperDFlashModel(drafter_config(target, tokenizer))
-    inherit_gate(drafter, target)
+    drafter = new_drafter(args.target, args.build)
     model = DrafterTraining(drafter, target, args)
     batches = make_batches(load_texts(args.build, "train"), args.tokens_per_batch, seed=0)
     num_tokens = sum(len(text) for batch in batches for text in batch)
