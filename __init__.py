@@ -25,6 +25,10 @@ _EXPORTS = {
 __all__ = list(_EXPORTS)
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str):
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

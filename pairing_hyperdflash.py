@@ -22,6 +22,9 @@ def check_call(generation_mode, config) -> None:
     for name in ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_ensemble_weight"):
         if getattr(config, name) is not None:
             raise ValueError(f"{name}={getattr(config, name)} cannot be combined with a HyperDFlash drafter: unset it")
+    if config.num_return_sequences > 1:
+        number = config.num_return_sequences
+        raise ValueError(f"num_return_sequences={number}: a drafter decodes one sequence; call generate for each")
     if config.num_assistant_tokens < 0:
         raise ValueError(f"num_assistant_tokens={config.num_assistant_tokens}: drafts a round are counted from 0")
     if config.guidance_scale not in (None, 1, 1.0):

@@ -44,7 +44,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-assistant-tokens", type=int, help="drafts a round (default: the drafter's block)")
-    parser.add_argument("--show-drafts", action="store_true", help="colour accepted, own and rejected tokens")
+    parser.add_argument(
+        "--show-drafts", action="store_true", help="colour accepted, own and rejected tokens (in a terminal)"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device-map", help="as in transformers, e.g. auto")
     parser.add_argument("--target-revision")

@@ -51,6 +51,7 @@ def test_rewind_equals_fresh_run_at_every_length(stack):
                 torch.testing.assert_close(got, want, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("window", [2, 3, 8])
 def test_several_forwards_then_one_rewind(stack, window):

@@ -210,6 +210,7 @@ def test_short_long_and_window_edge_prompts(target, length):
         assert greedy(target, prompt, 40, assistant_model=drafter).tolist() == want.tolist()
 
 
+@pytest.mark.slow
 def test_fifty_random_prompts_with_the_drafters_own_drafts(target):
     """fp32 on the CPU: identical ids. https://github.com/huggingface/transformers/issues/30413"""
     drafter = tiny_drafter(target, block_size=5)
@@ -635,6 +636,7 @@ def assert_equal_or_tie(target, prompt, got, num_new):
     return all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_low_precision_differs_at_ties_only(device):
     """Every pairing of precisions; an fp32 target on the CPU gives identical ids.

@@ -307,7 +307,7 @@ def test_options_that_a_drafter_cannot_honour_are_refused(target, prompt, plain)
     for match, options in (
         ("[Bb]eam|assist", {"num_beams": 4}),
         ("[Bb]eam|assist", {"num_beams": 2, "do_sample": True}),
-        ("num_return_sequences has to be 1", {"num_return_sequences": 3, "do_sample": True}),
+        ("num_return_sequences=3: a drafter decodes one", {"num_return_sequences": 3, "do_sample": True}),
         ("guidance_scale=1.5", {"guidance_scale": 1.5}),
         ("prompt_lookup_num_tokens=3", {"prompt_lookup_num_tokens": 3}),
         ("assistant_early_exit=1", {"assistant_early_exit": 1}),

@@ -440,6 +440,7 @@ def test_cache_is_a_fresh_one_after_every_round(stack):
     assert undone >= {(4, 0), (4, 1), (4, 2), (8, 0), (8, 1)}
 
 
+@pytest.mark.slow
 def test_storage_does_not_grow_over_six_hundred_tokens(target, prompt):
     """After each round the window, raw rows and record are bounded; only entries grow.
 

@@ -110,6 +110,7 @@ def publish(made: Path, folder: Path) -> Path:
 # -------------------------------------------------------------------------------------------------- in a fresh process
 
 
+@pytest.mark.slow
 def test_published_files_load_alone_from_any_path_before_the_target(made, saved_target, tmp_path):
     """By ".", "./", a relative and an absolute path with space, dot and hyphen, a link, from a read-only folder; the
     config first, the model again and again, then from its config. Nothing is written into the folder. The repository's
@@ -157,6 +158,7 @@ def test_published_files_load_alone_from_any_path_before_the_target(made, saved_
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.slow
 def test_custom_generate_and_two_versions_of_the_code_in_one_process(made, saved_target, tmp_path):
     """The target first; then two folders of one name whose code differs, in either order and after saving; and
     `custom_generate`, where a failing import would be swallowed: the drafter must really have been called.
@@ -201,6 +203,7 @@ def test_custom_generate_and_two_versions_of_the_code_in_one_process(made, saved
     run_fresh(script, tmp_path / "home", saved_target, cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_a_hub_repository_loads_offline_with_code_and_weights_of_one_revision(made, saved_target, tmp_path):
     """Sockets are blocked; two commits differ in code and weights.
 
