@@ -136,6 +136,7 @@ def test_overlap_returns_to_the_earlier_window_bit_for_bit():
                     assert states_now[name] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rewindable", [True, False])
 @pytest.mark.parametrize("stack", STACKS)
 def test_stepwise_decoding_equals_one_forward(stack, rewindable):

@@ -127,6 +127,7 @@ def test_tokenizer_round_trip_is_exact(tokenizer):
     assert tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) == text
 
 
+@pytest.mark.slow
 def test_demo_ends_with_its_table(capsys):
     assert main(["demo", "--repeats", "1", "--max-new-tokens", "32"]) == 0
     out = capsys.readouterr().out
