@@ -1,7 +1,6 @@
 """`hyperdflash demo`: the tiny target with and without its drafter, on one prompt of each domain."""
 
 import argparse
-import time
 from pathlib import Path
 
 import torch
@@ -11,7 +10,7 @@ from rich.table import Table
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from .generate import load_drafter, load_target
-from .metrics import first_difference
+from .metrics import first_difference, timed_greedy
 from .streaming import LEGEND, DraftStreamer
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"
@@ -84,17 +83,7 @@ def compare(target, tokenizer, prompt, args, drafter, console):
 def generate(target, tokenizer, prompt, max_new_tokens, drafter, streamer=None):
     """One greedy run; returns the output, with `num_new` tokens, and its seconds."""
     ids, _ = encode_with_mask([{"role": "user", "content": prompt}], tokenizer, add_generation_prompt=True)
-    input_ids = torch.tensor([ids])
-    start = time.perf_counter()
-    output = target.generate(
-        input_ids,
-        assistant_model=drafter,
-        streamer=streamer,
-        max_new_tokens=max_new_tokens,
-        do_sample=False,
-        return_dict_in_generate=True,
-    )
-    seconds = time.perf_counter() - start
+    output, seconds = timed_greedy(target, torch.tensor([ids]), max_new_tokens, drafter, streamer)
     output.num_new = output.sequences.shape[1] - len(ids)
     return output, seconds
 

@@ -25,7 +25,7 @@ from transformers import DeepseekV4Config
 
 from ..configuration_hyperdflash import CONTEXT_SOURCES, REDUCERS, HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..pairing_hyperdflash import fingerprint_rows, target_fingerprint
+from ..pairing_hyperdflash import fingerprint_rows, special_token_name, target_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -207,10 +207,8 @@ def choose_mask_token(target: DeepseekV4Config, mask_token_id: int | None) -> in
         mask_token_id = V4_MASK_TOKEN_ID
     if not 0 <= mask_token_id < V:
         raise ValueError(f"mask_token_id {mask_token_id} is outside the target's vocabulary of {V} tokens")
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = getattr(target, name)
-        if mask_token_id in (ids if isinstance(ids, list) else [ids]):
-            raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose a token of its own")
+    if name := special_token_name(mask_token_id, target):
+        raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose a token of its own")
     return mask_token_id
 
 

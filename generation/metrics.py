@@ -1,8 +1,24 @@
 """Figures about a pair of runs: what speculative decoding changed (nothing), and what it gained."""
 
+import time
+
 import torch
 
 from ..generation_hyperdflash import SpeculativeStats
+
+
+def timed_greedy(target, input_ids: torch.LongTensor, max_new_tokens: int, drafter=None, streamer=None):
+    """One greedy `generate` call, with or without a drafter; returns its output and the seconds it took."""
+    start = time.perf_counter()
+    output = target.generate(
+        input_ids,
+        assistant_model=drafter,
+        streamer=streamer,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+    )
+    return output, time.perf_counter() - start
 
 
 @torch.no_grad()

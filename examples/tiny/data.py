@@ -1,7 +1,7 @@
 """Documents to batches: length-bucketed, right-padded batches of about the same number of tokens.
 
 Reads what `tokenizer.py` wrote: `build/{train,heldout}-{code,math,chat}.npz` with `input_ids` (all documents joined)
-and `offsets` (where each starts).
+and `offsets` (where each starts, and the total length).
 """
 
 from pathlib import Path
@@ -17,8 +17,7 @@ def load_documents(build: Path, split: str, domain: str, max_length: int = MAX_L
     """All documents of one domain and split, each cut to `max_length` tokens."""
     with np.load(build / f"{split}-{domain}.npz") as file:
         ids, offsets = file["input_ids"], file["offsets"]
-    ends = [*offsets[1:], len(ids)] if offsets[-1] != len(ids) else offsets[1:]
-    return [ids[a : min(b, a + max_length)].astype(np.int64) for a, b in zip(offsets, ends, strict=False) if b > a]
+    return [part[:max_length].astype(np.int64) for part in np.split(ids, offsets[1:-1])]
 
 
 def make_batches(documents: list[np.ndarray], tokens_per_batch: int, seed: int) -> list[list[np.ndarray]]:

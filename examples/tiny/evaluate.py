@@ -7,7 +7,6 @@ Writes `evaluation.json` into the drafter's folder. A tiny stand-in: not compara
 
 import argparse
 import json
-import time
 from pathlib import Path
 
 import torch
@@ -17,24 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 from write_texts import MAX_NEW_TOKENS, make_prompts
 
-from hyperdflash.generation.metrics import first_difference
+from hyperdflash.generation.metrics import first_difference, timed_greedy
 from hyperdflash.generation_hyperdflash import SpeculativeStats
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 
 HERE = Path(__file__).resolve().parent
-
-
-def timed(target, prompt: torch.LongTensor, max_new_tokens: int, drafter):
-    """One greedy run and its seconds."""
-    start = time.perf_counter()
-    output = target.generate(
-        prompt,
-        assistant_model=drafter,
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        return_dict_in_generate=True,
-    )
-    return output, time.perf_counter() - start
 
 
 def main() -> None:
@@ -50,14 +36,14 @@ def main() -> None:
     drafter = HyperDFlashModel.from_pretrained(args.drafter, dtype=torch.float32).eval()
     prompts = make_prompts(args.build, "heldout", AutoTokenizer.from_pretrained(args.target), args.prompts)
     report, differences = {}, []
-    timed(target, torch.tensor([prompts[0][1]]), 16, drafter)
+    timed_greedy(target, torch.tensor([prompts[0][1]]), 16, drafter)
     for domain in DOMAINS:
         stats, plain_s, drafted_s, num_tokens = SpeculativeStats(), 0.0, 0.0, 0
         for ids in tqdm([ids for d, ids in prompts if d == domain], desc=domain):
             prompt = torch.tensor(ids)[None]
-            plain, seconds = timed(target, prompt, MAX_NEW_TOKENS[domain], None)
+            plain, seconds = timed_greedy(target, prompt, MAX_NEW_TOKENS[domain])
             plain_s += seconds
-            drafted, seconds = timed(target, prompt, MAX_NEW_TOKENS[domain], drafter)
+            drafted, seconds = timed_greedy(target, prompt, MAX_NEW_TOKENS[domain], drafter)
             drafted_s += seconds
             num_tokens += plain.sequences.shape[1] - prompt.shape[1]
             stats.extend(drafted.speculation)

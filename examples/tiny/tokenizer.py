@@ -114,12 +114,6 @@ def pack(documents: list[list[dict]], tokenizer, *, desc: str | None = None) -> 
     }
 
 
-def load_documents(path: Path) -> list[np.ndarray]:
-    """The token ids of every document in an `.npz` that `pack` filled."""
-    with np.load(path) as packed:
-        return np.split(packed["input_ids"], packed["offsets"][1:-1])
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=HERE / "build", help="folder with the JSONL files")

@@ -14,6 +14,7 @@ logger = logging.get_logger(__name__)
 
 
 def check_call(generation_mode, config) -> None:
+    """Raises `ValueError` for options of `generate` that a drafter cannot honour."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"a HyperDFlash drafter works with greedy decoding and sampling, not with {generation_mode.value} "
@@ -41,6 +42,7 @@ def check_call(generation_mode, config) -> None:
 
 
 def check_pair(drafter, target) -> None:
+    """Raises `ValueError` for a target of other shapes than the drafter's, or a mask token that cannot be one."""
     config, target_config = drafter.config, target.config
     for what, ours, theirs in (
         ("vocabulary", config.vocab_size, target_config.vocab_size),
@@ -53,12 +55,10 @@ def check_pair(drafter, target) -> None:
                 f"this drafter was made for a target with {what} {ours}, but the target has {theirs}: "
                 "make one with `hyperdflash init`"
             )
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        ids = [getattr(target_config, name), getattr(target.generation_config, name)]
-        if any(config.mask_token_id in (i if isinstance(i, list) else [i]) for i in ids):
-            raise ValueError(
-                f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
-            )
+    if name := special_token_name(config.mask_token_id, target_config, target.generation_config):
+        raise ValueError(
+            f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
+        )
     rows = target.get_input_embeddings().weight.shape[0]
     if config.mask_token_id >= rows:
         raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {rows} embedding rows")
@@ -68,7 +68,17 @@ def check_pair(drafter, target) -> None:
         raise ValueError("the drafter has no weights (meta device): load it with from_pretrained")
 
 
+def special_token_name(token_id: int, *configs) -> str | None:
+    """Which of BOS, EOS and pad a token is in any of the configs (EOS may be a list there), or None."""
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids = [getattr(config, name) for config in configs]
+        if any(token_id in (i if isinstance(i, list) else [i]) for i in ids):
+            return name
+    return None
+
+
 def check_inputs(input_ids, generation_config, model_kwargs, synced_gpus) -> Cache:
+    """The call's cache; raises `ValueError` for prompts, caches and modes that a drafter cannot work with."""
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"a drafter works with batch size 1, got {input_ids.shape[0]} prompts: call generate for each"
