@@ -142,8 +142,13 @@ def compare_fingerprint(fingerprint: dict | None, target: DeepseekV4ForCausalLM)
     if any(tensor.is_meta for tensor in (target.model.norm.weight, target.get_input_embeddings().weight)):
         logger.info("the target is offloaded: its weights are not compared with the drafter's fingerprint")
         return []
+    return fingerprint_differences(fingerprint, fingerprint_tensors(target))
+
+
+def fingerprint_differences(fingerprint: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """`compare_fingerprint` with the target's tensors, as `fingerprint_tensors` names them."""
     lines = []
-    for name, values in target_fingerprint(fingerprint_tensors(target)).items():
+    for name, values in target_fingerprint(tensors).items():
         expected = fingerprint.get(name)
         if expected is None:
             lines.append(f"{name} is not in the drafter's fingerprint")

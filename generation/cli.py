@@ -6,6 +6,9 @@ Each command lives in a module of its own, with `add_parser(subparsers)` and a `
 import argparse
 import sys
 
+from transformers.utils import logging
+
+from ..training import export, features, preview, regenerate, train
 from . import demo, generate, init
 
 
@@ -15,9 +18,15 @@ def main(argv: list[str] | None = None) -> int:
         prog="hyperdflash", description="Lossless speculative decoding for DeepSeek-V4.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, init):
+    for module in (demo, generate, init, features, train, export):
         module.add_parser(commands)
+    data = commands.add_parser("data", help="look at training data, or have the target write it", allow_abbrev=False)
+    data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    for module in (preview, regenerate):
+        module.add_parser(data_commands)
     args = parser.parse_args(argv)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()  # of loading and saving; our own bars look for a terminal themselves
     try:
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:

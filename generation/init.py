@@ -307,7 +307,7 @@ def init_drafter(
     Raises `ValueError` for a target that is not DeepSeek-V4 or options that contradict it, `OSError` when `output` is
     in use or a file of the target is missing. Nothing is left behind then.
     """
-    output = _check_output(output)
+    output = check_output(output)
     checkpoint = TargetCheckpoint(target, revision)
     has_hc_head = any(name in checkpoint for name in GATE_TENSORS)
     config = drafter_config(
@@ -328,6 +328,16 @@ def init_drafter(
     )
     tensors = read_identity(checkpoint, has_hc_head)
     config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
+    model = new_drafter(config, tensors, seed)
+    with written_whole(output) as folder:
+        model.save_pretrained(folder)
+        copy_custom_generate(folder)
+    return output
+
+
+def new_drafter(config: HyperDFlashConfig, tensors: dict[str, torch.Tensor], seed: int = 0) -> HyperDFlashModel:
+    """A drafter in fp32 with random weights around the gate in `tensors`, the target's as `read_identity` names them;
+    their fingerprint goes into the config."""
     config.target_fingerprint = target_fingerprint(tensors)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -336,10 +346,7 @@ def init_drafter(
         with torch.no_grad():
             for name in GATE_TENSORS:
                 getattr(model.reducer, name.replace("hc_head_", "hc_")).copy_(tensors[name])
-    with _written_whole(output) as folder:
-        model.save_pretrained(folder)
-        copy_custom_generate(folder)
-    return output
+    return model
 
 
 def read_identity(checkpoint: TargetCheckpoint, has_hc_head: bool = True) -> dict[str, torch.Tensor]:
@@ -361,7 +368,8 @@ def copy_custom_generate(folder: str | Path) -> None:
     shutil.copyfile(Path(__file__).parents[1] / "custom_generate" / "generate.py", destination / "generate.py")
 
 
-def _check_output(output: str | Path) -> Path:
+def check_output(output: str | Path) -> Path:
+    """The resolved path of a folder to be made. Raises `FileExistsError` unless it is absent or empty."""
     output = Path(output).expanduser().resolve()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise FileExistsError(f"{output} exists and is not an empty folder: choose another, or remove it first")
@@ -369,15 +377,22 @@ def _check_output(output: str | Path) -> Path:
 
 
 @contextmanager
-def _written_whole(output: Path):
-    """A sibling folder that becomes `output` when the block ends, and vanishes when it fails."""
+def written_whole(output: Path, *, overwrite: bool = False):
+    """A sibling folder that becomes `output` when the block ends, and vanishes when it fails.
+
+    `output` is absent or empty; with `overwrite`, whatever it holds is replaced then, not before.
+    """
     partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         yield partial
-        if output.exists():
+        old = output.with_name(f".{output.name}.replaced-{os.getpid()}")
+        if output.exists() and not overwrite:
             output.rmdir()
+        elif output.exists():
+            output.rename(old)
         partial.rename(output)
+        shutil.rmtree(old, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

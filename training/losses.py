@@ -1,7 +1,33 @@
-"""The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3)."""
+"""The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3).
+
+The logits of all slots never exist at once: the LM head, both terms and their gradients are worked out for some slots
+at a time, already in the forward. That is possible because the head is frozen and the loss is a plain sum over slots,
+every slot's share being known beforehand (`counts`).
+
+Legend: N blocks, S slots (block_size - 1), P slots with KL, D hidden, V vocabulary.
+"""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+# States and logits beyond any use are cut, so that neither a sum overflows nor a difference of infinities is NaN
+STATE_LIMIT, LOGIT_LIMIT = 1e15, 1e30
+
+
+class LossOutput(NamedTuple):
+    """Attributes:
+    loss (`torch.Tensor`, scalar): the share of these blocks in `CE + alpha * KL`; carries the gradient.
+    ce (`(N, S)`), kl (`(N, P)`): by slot, unweighted, 0 where there is no label.
+    correct (`(N, S)`, bool): the most likely token is the label.
+    """
+
+    loss: torch.Tensor
+    ce: torch.Tensor
+    kl: torch.Tensor
+    correct: torch.Tensor
 
 
 def slot_weights(num_slots: int, gamma: float) -> torch.Tensor:
@@ -11,37 +37,93 @@ def slot_weights(num_slots: int, gamma: float) -> torch.Tensor:
 
 
 def drafter_loss(
-    student, teacher, labels, *, gamma: float, alpha: float, temperature: float, num_kl_slots: int
-) -> dict:
-    """`L = CE + alpha * KL` with exact denominators.
+    hidden: torch.Tensor,
+    labels: torch.LongTensor,
+    lm_head: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    *,
+    gamma: float,
+    alpha: float,
+    temperature: float,
+    counts: torch.Tensor | None = None,
+    chunk_size: int = 256,
+) -> LossOutput:
+    """`CE + alpha * KL` with exact denominators.
+
+    `CE = sum w_k ce / sum w_k counts_k` and `KL = T^2 / P * sum_k (sum kl_k / counts_k)`, the teacher first:
+    `KL(p_k || q_k)`, both softened by `T`. Finite, with a finite gradient, for any finite input.
 
     Args:
-        student (`torch.Tensor` of shape `(N, S, V)`): draft logits of slots 1..S of N blocks.
-        teacher (`torch.Tensor` of shape `(N, num_kl_slots, V)`): the target's logits for the same tokens.
-        labels (`torch.LongTensor` of shape `(N, S)`): -100 where a slot has no label.
-        gamma, alpha, temperature: slot decay, weight of the KL term, and T_KD.
-
-    Returns:
-        `dict`: `loss`, `ce`, `kl`, and by slot `num_correct` and `num_valid` (sums and counts, `(S,)`).
+        hidden (`(N, S, D)`): the drafter's output for slots 1..S.
+        labels (`(N, S)`): -100 where a slot has no label.
+        lm_head (`(V, D)`): the target's, frozen.
+        teacher_hidden (`(N, P, D)`): normed states of the target that predict the same tokens as the first P slots.
+        gamma, alpha, temperature: decay of the slot weights, weight of the KL term, and T_KD.
+        counts (`(S,)`, *optional*): valid slots of the whole accumulation window in all processes, which make the loss
+            a share of that window's; by default those of `labels`.
+        chunk_size: slots whose logits exist at the same time.
     """
-    num_kl_slots = min(num_kl_slots, labels.shape[1])
-    valid = labels != -100
-    weights = slot_weights(labels.shape[1], gamma).to(student.device) * valid
-    ce = F.cross_entropy(student.float().flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
-    ce = (ce * weights).sum() / weights.sum().clamp(min=1e-8)
-    kl = student.new_zeros((), dtype=torch.float32)
-    for k in range(num_kl_slots):
-        p = F.log_softmax(teacher[:, k].float() / temperature, dim=-1)
-        q = F.log_softmax(student[:, k].float() / temperature, dim=-1)
-        by_block = F.kl_div(q, p, log_target=True, reduction="none").sum(-1) * valid[:, k]
-        kl = kl + by_block.sum() / valid[:, k].sum().clamp(min=1)
-    kl = kl * temperature**2 / max(num_kl_slots, 1)
-    with torch.no_grad():
-        correct = (student.argmax(-1) == labels) & valid
-    return {
-        "loss": ce + alpha * kl,
-        "ce": ce.detach(),
-        "kl": kl.detach(),
-        "num_correct": correct.sum(0),
-        "num_valid": valid.sum(0),
-    }
+    num_slots, num_kl_slots = labels.shape[1], teacher_hidden.shape[1]
+    if counts is None:
+        counts = (labels != -100).sum(0)
+    counts = counts.to(hidden.device, torch.float32)
+    weights = slot_weights(num_slots, gamma).to(hidden.device)
+    ce_scale = weights / (weights * counts).sum().clamp(min=1e-8)
+    kl_scale = alpha * temperature**2 / max(num_kl_slots, 1) / counts[:num_kl_slots].clamp(min=1)
+    if alpha == 0:
+        teacher_hidden = teacher_hidden[:, :0]
+    num_blocks = max(1, chunk_size // num_slots)
+    return LossOutput(
+        *_HeadLoss.apply(hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks)
+    )
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Loss and its gradient by `hidden` in one pass over chunks of `num_blocks` blocks."""
+
+    @staticmethod
+    def forward(ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks):
+        needs_grad = hidden.requires_grad
+        (N, S), P = labels.shape, teacher_hidden.shape[1]
+        ce, kl = ce_scale.new_zeros(N, S), ce_scale.new_zeros(N, P)
+        correct = torch.zeros_like(labels, dtype=torch.bool)
+        grad = torch.empty_like(hidden) if needs_grad else None
+        for start in range(0, N, num_blocks):
+            rows = slice(start, start + num_blocks)
+            valid = labels[rows] != -100
+            logits = _logits(hidden[rows], lm_head)
+            target = labels[rows].clamp(min=0).unsqueeze(-1)
+            normaliser = logits.logsumexp(-1)
+            ce[rows] = (normaliser - logits.gather(-1, target)[..., 0]) * valid
+            correct[rows] = (logits.argmax(-1) == target[..., 0]) & valid
+            grad_logits = None
+            if needs_grad:
+                grad_logits = (logits - normaliser.unsqueeze(-1)).exp_()
+                grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
+                grad_logits *= (ce_scale * valid).unsqueeze(-1)
+            if P:
+                log_p = (_logits(teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
+                log_q = (logits[:, :P] / temperature).log_softmax(-1)
+                p = log_p.exp()
+                kl[rows] = (log_p.sub_(log_q).mul_(p)).sum(-1) * valid[:, :P]
+                if needs_grad:
+                    scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
+                    grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
+            if needs_grad:
+                grad[rows] = F.linear(grad_logits.to(lm_head.dtype), lm_head.T)
+        loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(ce, kl, correct)
+        return loss, ce, kl, correct
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, *_):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
+
+
+def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:
+    """`(..., D)` -> `(..., V)` in fp32."""
+    states = hidden.clamp(-STATE_LIMIT, STATE_LIMIT).to(lm_head.dtype)
+    return F.linear(states, lm_head).float().clamp_(-LOGIT_LIMIT, LOGIT_LIMIT)

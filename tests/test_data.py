@@ -1,0 +1,678 @@
+"""Training data: every row read, encoded, masked or left out with a reason; masks written by hand.
+
+.venv/bin/python -m pytest tests/test_data.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
+
+from hyperdflash.training import data
+from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report, read_rows
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Nothing comes from an earlier test, and nothing goes to the user's cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make_tokenizer()
+
+
+def chat(question="Hi", answer="Hello", **extra):
+    return {"messages": say(("u", question), ("a", answer)), **extra}
+
+
+def write(path, *rows, end="\n", encoding="utf-8"):
+    """Rows as lines; a string is a line as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_bytes("".join(line + end for line in lines).encode(encoding))
+    return path
+
+
+def rows_of(path, tokenizer, **kwargs):
+    """(ids, mask) of all rows that are kept."""
+    return [(row["input_ids"], row["loss_mask"]) for row in load_data([path], tokenizer, **kwargs)]
+
+
+def only(path, tokenizer, **kwargs):
+    (row,) = rows_of(path, tokenizer, **kwargs)
+    return row
+
+
+HI = (((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("Hello", 1), ((EOS,), 1))  # chat(), token by token
+
+
+# --------------------------------------------------------------------------------------------------------- row formats
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(),
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"conversations": [{"from": "user", "value": "Hi"}, {"from": "assistant", "value": "Hello"}]},
+        {"conversations": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {"instruction": "Hi", "output": "Hello"},
+        {"instruction": "Hi", "input": None, "output": "Hello", "messages": None, "mode": None, "effort": None},
+    ],
+)
+def test_every_text_format_gives_the_same_tokens(row, tokenizer, tmp_path):
+    assert only(write(tmp_path / "a.jsonl", row), tokenizer) == by_hand(tokenizer, *HI)
+
+
+def test_alpaca_input_follows_the_instruction(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"instruction": "Add.", "input": "2 2", "output": "4"})
+    asked = by_hand(tokenizer, ((BOS, USER), 0), ("Add.\n\n2 2", 0), ((ASSISTANT, CLOSE), 0), ("4", 1), ((EOS,), 1))
+    assert only(path, tokenizer) == asked
+
+
+def test_a_system_turn_of_sharegpt_is_the_system_text(tokenizer, tmp_path):
+    turns = [{"from": who, "value": text} for who, text in (("system", "Be kind."), ("human", "Hi"), ("gpt", "Yo"))]
+    path = write(tmp_path / "a.jsonl", {"conversations": turns})
+    parts = ((BOS,), 0), ("Be kind.", 0), ((USER,), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("Yo", 1), ((EOS,), 1)
+    assert only(path, tokenizer) == by_hand(tokenizer, *parts)
+
+
+def test_given_tokens_win_over_the_text_of_the_row(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(input_ids=[5, 6, 7, 8], loss_mask=[0, 0, 1, 1], mode="thinking"))
+    (row,) = load_data([path], tokenizer)
+    expected = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1], "length": 4, "mode": "thinking"}
+    assert row == expected | {"source": f"{path}:1"}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1]}, "input_ids has 3 entries but loss_mask has 2"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1, 1]}, "input_ids has 3 entries but loss_mask has 4"),
+        (
+            {"input_ids": [1, 262, 3], "loss_mask": [0, 1, 1]},
+            "input_ids holds 262, outside the tokenizer's 262 tokens",
+        ),
+        ({"input_ids": [1, -1, 3], "loss_mask": [0, 1, 1]}, "input_ids holds -1, outside"),
+        ({"input_ids": [1, 10**30, 3], "loss_mask": [0, 1, 1]}, "input_ids holds 10{30}, outside"),
+        ({"input_ids": [1, 2, 3], "loss_mask": [0, 1, 2]}, "loss_mask holds 2; it must be 0 or 1"),
+        ({"input_ids": [1, 2.0, 3], "loss_mask": [0, 1, 1]}, "input_ids must be a list of integers"),
+        ({"input_ids": [], "loss_mask": []}, "input_ids must be a list of integers, and not empty"),
+        ({"input_ids": "abc", "loss_mask": [0, 1, 1]}, "input_ids must be a list of integers"),
+        ({"input_ids": [1, 2, 3]}, "the row has input_ids but no loss_mask"),
+    ],
+)
+def test_a_given_mask_that_does_not_fit_is_refused_by_line(given, message, tokenizer, tmp_path):
+    """https://github.com/hiyouga/LlamaFactory/pull/9630"""
+    path = write(tmp_path / "a.jsonl", chat(), given)
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: {message}"):
+        load_data([path], tokenizer)
+
+
+def test_mode_and_effort_of_a_row_win(tokenizer, tmp_path):
+    messages = say(("u", "Hi"), ("a", "Hello", "hm"))
+    path = write(tmp_path / "a.jsonl", {"messages": messages, "mode": "thinking", "effort": "max"}, chat())
+    first, second = load_data([path], tokenizer, effort="high")
+    effort = data.encoding.EFFORT_INSTRUCTIONS["preview"]["max"]
+    head = ((BOS,), 0), (effort, 0), ((USER,), 0), ("Hi", 0), ((ASSISTANT, OPEN), 0)
+    ids, mask = by_hand(tokenizer, *head, ("hm", 1), ((CLOSE,), 1), ("Hello", 1), ((EOS,), 1))
+    assert (first["input_ids"], first["loss_mask"], first["mode"]) == (ids, mask, "thinking")
+    assert (second["input_ids"], second["mode"]) == (by_hand(tokenizer, *HI)[0], "non-thinking")
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_is_learned_in_thinking_mode_under_either_name(key, tokenizer, tmp_path):
+    answer = {"role": "assistant", "content": "Hello", key: "hm"}
+    path = write(tmp_path / "a.jsonl", {"messages": [*say(("u", "Hi")), answer]})
+    head = ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, OPEN), 0)
+    expected = by_hand(tokenizer, *head, ("hm", 1), ((CLOSE,), 1), ("Hello", 1), ((EOS,), 1))
+    assert only(path, tokenizer, mode="thinking") == expected
+    assert only(path, tokenizer) == by_hand(tokenizer, *HI)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad lines
+
+BROKEN = {
+    "cut in half": ('{"messages": [{"role": "us', "not JSON: Unterminated string starting at character"),
+    "a string": ('"text"', "a row must be a JSON object, not a string"),
+    "a list": ("[]", "a row must be a JSON object, not a list"),
+    "null": ("null", "a row must be a JSON object, not null"),
+    "a number": ("3", "a row must be a JSON object, not 3"),
+    "no known key": ('{"text": "abc"}', "has none of input_ids .* instruction .* keys are 'text'"),
+    "no messages": ('{"messages": []}', "the list of messages is empty"),
+    "messages in a string": ('{"messages": "[]"}', "the messages must be a list, not a string"),
+    "a message in a string": ('{"messages": ["Hi"]}', "message 0 must be an object, not a string"),
+    "no content": ('{"messages": [{"role": "user"}]}', "message 0 .* 'content' must be a string"),
+    "unknown role": ('{"messages": [{"role": "bot", "content": ""}]}', "unknown role 'bot'"),
+    "unknown mode": ('{"messages": [{"role": "user", "content": ""}], "mode": "chat"}', "unknown mode 'chat'"),
+    "tools": ('{"messages": [{"role": "user", "content": ""}], "tools": [{}]}', "row defines 'tools'"),
+    "nested a thousand deep": ("[" * 100_000, "nested too deeply"),
+    "half a surrogate pair": (r'{"instruction": "\ud83d", "output": "a"}', "half of a surrogate pair"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_line_stops_with_file_and_line_or_is_counted(kind, tokenizer, tmp_path):
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/1694 and
+    https://github.com/madiabio/agentic-theorem-prover/issues/125"""
+    line, message = BROKEN[kind]
+    path = write(tmp_path / "a.jsonl", chat(), chat(), line, chat(), chat())
+    with pytest.raises(ValueError, match=rf"a\.jsonl:3: .*{message}.*skip_bad_rows"):
+        load_data([path], tokenizer)
+    dataset, report = load_data_with_report([path], tokenizer, skip_bad_rows=True)
+    assert dataset["source"][:] == [f"{path}:{i}" for i in (1, 2, 4, 5)]
+    assert (report.num_rows, report.num_kept, report.counts) == (5, 4, {"bad row": 1})
+    assert f"{path}:3: " in report.examples["bad row"][0]
+    assert "1 left out: bad row" in report.lines()[1]
+
+
+def test_bad_rows_that_were_skipped_before_still_stop_a_strict_run(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(), "{")
+    load_data([path], tokenizer, skip_bad_rows=True)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not JSON"):
+        load_data([path], tokenizer)
+
+
+def test_blank_lines_and_line_ends_change_nothing_but_the_line_numbers(tokenizer, tmp_path):
+    """https://github.com/microsoft/graphrag/issues/2424"""
+    path = write(tmp_path / "a.jsonl", "", chat("a"), "  \t", "", chat("b"), end="\r\n")
+    path.write_bytes(path.read_bytes() + json.dumps(chat("c")).encode())  # no line end after the last
+    dataset, report = load_data_with_report([path], tokenizer)
+    assert dataset["source"][:] == [f"{path}:{i}" for i in (2, 5, 6)]
+    assert report.counts == {}
+    plain = load_data([write(tmp_path / "b.jsonl", chat("a"), chat("b"), chat("c"))], tokenizer)
+    assert dataset["input_ids"][:] == plain["input_ids"][:]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \r\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
+def test_a_file_without_rows_is_an_error(content, name, tokenizer, tmp_path):
+    """https://github.com/microsoft/graphrag/issues/2424"""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is empty"):
+        load_data([write(tmp_path / "good.jsonl", chat()), tmp_path / name], tokenizer)
+    with pytest.raises(ValueError, match=f"{name} is empty"):
+        list(read_rows([tmp_path / name]))
+
+
+def test_line_separators_of_unicode_inside_a_text_end_no_line(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat("a\u2028b\u0085c"), chat())
+    assert [source for source, _ in read_rows([path])] == [f"{path}:1", f"{path}:2"]
+    assert len(load_data([path], tokenizer)) == 2
+
+
+def test_a_byte_order_mark_changes_no_token(tokenizer, tmp_path):
+    """https://github.com/bozdemir/claude-usage-widget/pull/3 and
+    https://github.com/WangRongsheng/MedQA-ChatGLM/issues/2"""
+    rows = chat("你好，世界", "早上好 ö"), chat()
+    plain = load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer)
+    marked = load_data([write(tmp_path / "b.jsonl", *rows, encoding="utf-8-sig")], tokenizer)
+    assert (tmp_path / "b.jsonl").read_bytes().startswith(b"\xef\xbb\xbf")
+    assert hash_data(plain) == hash_data(marked)
+    parts = ((BOS, USER), 0), ("你好，世界", 0), ((ASSISTANT, CLOSE), 0), ("早上好 ö", 1), ((EOS,), 1)
+    assert (marked[0]["input_ids"], marked[0]["loss_mask"]) == by_hand(tokenizer, *parts)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "latin-1"])
+def test_another_encoding_than_utf8_is_named(encoding, tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat("ö"), encoding=encoding)
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: not UTF-8"):
+        load_data([path], tokenizer)
+
+
+@pytest.mark.slow
+def test_the_platform_encoding_does_not_matter(tmp_path):
+    """https://github.com/bozdemir/claude-usage-widget/pull/3"""
+    path = write(tmp_path / "ä.jsonl", chat("你好", "早上好"), encoding="utf-8-sig")
+    script = (
+        "import sys; from transformers import AutoTokenizer; from hyperdflash.training.data import *\n"
+        "tokenizer = AutoTokenizer.from_pretrained('examples/tiny/target')\n"
+        "dataset = load_data([sys.argv[1]], tokenizer)\n"
+        "print(hash_data(dataset), ascii(dataset['source'][0].rpartition('/')[2]))"
+    )
+    results = set()
+    for i, locale in enumerate(({"LC_ALL": "C", "PYTHONUTF8": "0"}, {"LC_ALL": "C.UTF-8", "PYTHONUTF8": "1"})):
+        env = {**os.environ, **locale, "HF_DATASETS_CACHE": str(tmp_path / f"cache-{i}")}
+        run = subprocess.run([sys.executable, "-c", script, path], cwd=ROOT, env=env, capture_output=True, check=True)
+        results.add(run.stdout)
+    assert len(results) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- mixed schemas
+
+
+def test_types_may_differ_from_row_to_row(tokenizer, tmp_path):
+    """https://github.com/huggingface/datasets/issues/7322 and https://github.com/huggingface/datasets/issues/7222"""
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    listed = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": parts}]}
+    quiet = {"messages": [{**message, "tool_calls": None, "name": None} for message in chat()["messages"]]}
+    named = {"messages": [{**message, "name": "bob"} for message in chat()["messages"]]}
+    path = write(tmp_path / "a.jsonl", *[quiet] * 2000, chat(id=1), chat(id="x", tags=["y"]), listed, named)
+    assert set(map(str, rows_of(path, tokenizer))) == {str(by_hand(tokenizer, *HI))}
+    assert len(load_data([path], tokenizer)) == 2004
+
+
+@pytest.mark.slow
+def test_a_field_that_is_null_for_20000_rows_may_hold_a_value_then(tokenizer, tmp_path):
+    """https://github.com/huggingface/datasets/issues/7222"""
+    quiet = json.dumps({"messages": [{**message, "tool_calls": None} for message in chat()["messages"]]})
+    calling = {"messages": say(("u", "Hi")) + [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}
+    path = write(tmp_path / "a.jsonl", *[quiet] * 20_000, chat(), calling)
+    dataset, report = load_data_with_report([path], tokenizer, skip_bad_rows=True)
+    assert len(dataset) == 20_001
+    assert "a.jsonl:20002: message 1 has key 'tool_calls'" in report.examples["bad row"][0]
+
+
+@pytest.mark.parametrize(
+    ("part", "found"),
+    [
+        ({"type": "image_url", "image_url": {"url": "x"}}, "a part of type 'image_url'"),
+        ({"type": "text"}, "a text part without text"),
+        ({"text": "x"}, "a part of type None"),
+        ("x", "a part of type None"),
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_line(part, found, tokenizer, tmp_path):
+    """https://github.com/huggingface/datasets/issues/7322"""
+    path = write(tmp_path / "a.jsonl", chat(), {"messages": [{"role": "user", "content": [part]}]})
+    with pytest.raises(ValueError, match=rf"a\.jsonl:2: message 0 has {found}"):
+        load_data([path], tokenizer)
+
+
+# --------------------------------------------------------------------------------------------------------------- masks
+
+
+def test_rows_without_an_answer_are_counted_and_nothing_but_such_rows_is_an_error(tokenizer, tmp_path):
+    """https://github.com/Liquid4All/liquid-finetune/pull/37"""
+    silent = {"messages": say(("u", "Hi"))}
+    dataset, report = load_data_with_report([write(tmp_path / "a.jsonl", chat(), silent, chat())], tokenizer)
+    assert (len(dataset), report.counts) == (2, {data.UNSUPERVISED: 1})
+    assert report.examples == {data.UNSUPERVISED: [f"{tmp_path / 'a.jsonl'}:2"]}
+    with pytest.raises(ValueError, match="no row is left to train on: .* 2 left out: no supervised token"):
+        load_data([write(tmp_path / "b.jsonl", silent, silent)], tokenizer)
+
+
+def test_no_chat_template_is_needed_or_used(tokenizer, tmp_path, monkeypatch):
+    """https://github.com/modelscope/evalscope/issues/1548"""
+    assert tokenizer.chat_template is None
+    monkeypatch.setattr(type(tokenizer), "apply_chat_template", lambda *_, **__: pytest.fail("template used"))
+    assert only(write(tmp_path / "a.jsonl", chat()), tokenizer) == by_hand(tokenizer, *HI)
+
+
+def test_a_tokenizer_without_the_control_tokens_is_one_error(tmp_path):
+    """https://github.com/modelscope/evalscope/issues/1548"""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    foreign = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab={"a": 0}, merges=[])))
+    with pytest.raises(ValueError, match="^the tokenizer lacks control tokens .*<｜User｜>"):
+        load_data([write(tmp_path / "a.jsonl", chat())], foreign, skip_bad_rows=True)
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_there_is_one_bos_whatever_the_tokenizer_adds(adds_bos, tmp_path):
+    """https://github.com/OpenRLHF/OpenRLHF/issues/393"""
+    tokenizer = make_tokenizer()
+    if not adds_bos:
+        tokenizer.backend_tokenizer.post_processor = None
+    bos = tokenizer.bos_token_id
+    assert (tokenizer("Hi").input_ids[0] == bos) is adds_bos
+    ids, _ = only(write(tmp_path / "a.jsonl", chat()), tokenizer)
+    assert ids[0] == bos
+    assert ids.count(bos) == 1
+
+
+def test_the_kept_part_of_a_cut_answer_is_learned_and_gets_no_eos(tokenizer, tmp_path):
+    """https://github.com/huggingface/transformers/issues/34494 and
+    https://github.com/meta-pytorch/torchtune/pull/2967"""
+    path = write(tmp_path / "a.jsonl", chat())
+    ids, mask = by_hand(tokenizer, *HI)  # BOS User H i Assistant </think> H e l l o EOS
+    assert only(path, tokenizer, max_length=9) == (ids[:9], [0, 0, 0, 0, 0, 0, 1, 1, 1])
+    assert only(path, tokenizer, max_length=11) == (ids[:11], mask[:11])
+    assert tokenizer.eos_token_id not in ids[:11]
+    assert only(path, tokenizer, max_length=12) == (ids, [0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(("max_length", "reason"), [(6, data.CUT_OFF), (7, data.NO_ANCHOR), (8, None)])
+def test_a_row_cut_before_two_tokens_of_its_answer_is_counted(max_length, reason, tokenizer, tmp_path):
+    """https://github.com/huggingface/transformers/issues/34494"""
+    short = {"messages": say(("a", "Hi"))}  # BOS H i EOS
+    path = write(tmp_path / "a.jsonl", chat(), short)
+    dataset, report = load_data_with_report([path], tokenizer, max_length=max_length)
+    assert report.counts == ({reason: 1} if reason else {})
+    assert len(dataset) == (1 if reason else 2)
+
+
+@pytest.mark.parametrize(
+    ("mask", "usable"), [([0, 1, 1], True), ([1, 1, 0], False), ([0, 1, 0, 1], False), ([1, 0, 0, 1, 1], True)]
+)
+def test_a_row_needs_an_anchor_with_context_and_a_token_to_predict(mask, usable, tokenizer, tmp_path):
+    given = {"input_ids": [7] * len(mask), "loss_mask": mask}
+    _, report = load_data_with_report([write(tmp_path / "a.jsonl", given, chat())], tokenizer)
+    assert report.counts == ({} if usable else {data.NO_ANCHOR: 1})
+
+
+CONVERSATIONS = {
+    "assistant first": (
+        say(("a", "Yo"), ("u", "Hi"), ("a", "Hey")),
+        (
+            ((BOS,), 0),
+            ("Yo", 1),
+            ((EOS,), 1),
+            ((USER,), 0),
+            ("Hi", 0),
+            ((ASSISTANT, CLOSE), 0),
+            ("Hey", 1),
+            ((EOS,), 1),
+        ),
+    ),
+    "answers that end in white space": (
+        say(("u", "Hi"), ("a", "Yo \n\n"), ("u", " x"), ("a", "  ")),
+        (
+            *(((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("Yo \n\n", 1), ((EOS,), 1)),
+            *(((USER,), 0), (" x", 0), ((ASSISTANT, CLOSE), 0), ("  ", 1), ((EOS,), 1)),
+        ),
+    ),
+    "an empty answer": (
+        say(("u", "Hi"), ("a", ""), ("u", "x"), ("a", "Yo")),
+        (
+            *(((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ((EOS,), 1)),
+            *(((USER,), 0), ("x", 0), ((ASSISTANT, CLOSE), 0), ("Yo", 1), ((EOS,), 1)),
+        ),
+    ),
+    "two answers in a row": (
+        say(("u", "Hi"), ("a", "A"), ("a", "B"), ("u", "x")),
+        (
+            *(((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("A", 1), ((EOS,), 1)),
+            *(("B", 1), ((EOS,), 1), ((USER,), 0), ("x", 0)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_the_mask_does_not_spill_into_the_next_turn(kind, tokenizer, tmp_path):
+    """https://github.com/huggingface/transformers/issues/47325"""
+    messages, parts = CONVERSATIONS[kind]
+    assert only(write(tmp_path / "a.jsonl", {"messages": messages}), tokenizer) == by_hand(tokenizer, *parts)
+
+
+def test_the_header_is_no_target_and_an_answer_that_repeats_it_is(tokenizer, tmp_path):
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/3739"""
+    path = write(tmp_path / "a.jsonl", chat(answer=ASSISTANT + CLOSE))
+    ids, mask = only(path, tokenizer)
+    parts = ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), (ASSISTANT + CLOSE, 1), ((EOS,), 1)
+    assert (ids, mask) == by_hand(tokenizer, *parts)
+    assert ids.count(tokenizer.convert_tokens_to_ids(ASSISTANT)) == 1
+
+
+def test_when_no_row_is_left_the_error_counts_the_reasons(tokenizer, tmp_path):
+    """https://github.com/inclusionAI/AReno/pull/90 and https://github.com/fw-ai/cookbook/pull/335"""
+    rows = [chat("long question" * 5)] * 4 + [{"messages": say(("u", "Hi"))}] + ["{"]
+    with pytest.raises(ValueError, match="no row is left") as caught:
+        load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer, max_length=20, skip_bad_rows=True)
+    message = str(caught.value)
+    assert "0 of 6 rows kept" in message
+    assert f"4 left out: {data.CUT_OFF} ({tmp_path / 'a.jsonl'}:1; " in message
+    assert f"1 left out: {data.UNSUPERVISED}" in message
+    assert "1 left out: bad row" in message
+    assert "\n" not in message
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_globs_are_sorted_and_files_keep_their_order(tokenizer, tmp_path):
+    for name in ("c", "b", "a"):
+        write(tmp_path / f"{name}.jsonl", chat(name))
+    write(tmp_path / ".b.jsonl.partial-1", "{")
+    names = [tmp_path / "c.jsonl", tmp_path / "[ab].json*"]
+    assert [Path(s).name for s in load_data(names, tokenizer)["source"]] == ["c.jsonl:1", "a.jsonl:1", "b.jsonl:1"]
+
+
+@pytest.mark.parametrize("kind", ["list", "indented list", "lines"])
+def test_a_json_file_may_hold_a_list_or_lines(kind, tokenizer, tmp_path):
+    path, rows = tmp_path / "a.json", [chat("a"), chat("b")]
+    if kind == "lines":
+        write(path, *rows)
+    else:
+        path.write_text("\ufeff" + json.dumps(rows, indent=2 if kind == "indented list" else None), encoding="utf-8")
+    assert load_data([path], tokenizer)["source"][:] == [f"{path}:1", f"{path}:2"]
+    path.write_text(json.dumps([*rows, 3]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.json:3: a row must be a JSON object, not 3"):
+        load_data([path], tokenizer)
+
+
+def test_a_broken_json_list_names_its_file(tokenizer, tmp_path):
+    (tmp_path / "a.json").write_text('[{"messages": ')
+    with pytest.raises(ValueError, match=r"a\.json is no JSON: Expecting value"):
+        load_data([tmp_path / "a.json"], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["absent.jsonl", "absent-*.jsonl", "./absent", "sub/absent.json", "a b?", "a/b/c"])
+def test_a_missing_file_is_an_error(name, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", chat())
+    with pytest.raises(FileNotFoundError, match="no data file|no file matches"):
+        load_data(["a.jsonl", name], tokenizer)
+    with pytest.raises(FileNotFoundError):
+        read_rows([name])  # at the call, before any row is asked for
+
+
+def test_a_folder_and_no_files_at_all_are_errors(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"is a folder: name its files, for example .*\*\.jsonl"):
+        load_data([tmp_path], tokenizer)
+    with pytest.raises(ValueError, match="no data files were given"):
+        load_data([], tokenizer)
+
+
+@pytest.mark.parametrize(("name", "revision"), [("org/chats", None), ("org/chats@v1.0", "v1.0")])
+def test_a_hub_data_set_is_read_at_its_revision(name, revision, tokenizer, tmp_path, monkeypatch):
+    calls = []
+
+    def load_dataset(repo, **kwargs):
+        calls.append((repo, kwargs))
+        return datasets.Dataset.from_list([chat(), {"messages": say(("u", "Hi"))}, chat()])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    dataset, report = load_data_with_report([write(tmp_path / "a.jsonl", chat("x")), name], tokenizer)
+    assert calls == [("org/chats", {"split": "train", "revision": revision})]
+    assert dataset["source"][1:] == [f"{name}:1", f"{name}:3"]
+    assert report.examples == {data.UNSUPERVISED: [f"{name}:2"]}
+    assert (dataset[1]["input_ids"], dataset[1]["loss_mask"]) == by_hand(tokenizer, *HI)
+
+
+def test_a_hub_data_set_that_cannot_be_had_is_an_error(tokenizer, monkeypatch):
+    def load_dataset(repo, **_):
+        raise ConnectionError("no way out")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(OSError, match="org/chats is no file here, and no such data set can be had.*no way out"):
+        load_data(["org/chats"], tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"mode": "loud"}, "unknown mode 'loud'"),
+        ({"effort": "low"}, "unknown effort 'low'"),
+        ({"generation": "v9"}, "unknown generation 'v9'"),
+        ({"max_length": 2}, "max_length must be at least 3, got 2"),
+    ],
+)
+def test_settings_are_checked_before_any_file_is_opened(option, message, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        load_data(["absent.jsonl"], tokenizer, **option)
+
+
+# ----------------------------------------------------------------------------------------------- the cache, the result
+
+
+def count_encoded(monkeypatch):
+    """A list that grows by one with every row that is really encoded."""
+    encoded, original = [], data.encode_row
+    monkeypatch.setattr(data, "encode_row", lambda row, *args: encoded.append(row) or original(row, *args))
+    return encoded
+
+
+def test_a_second_load_comes_from_the_cache_with_its_counts(tokenizer, tmp_path, monkeypatch):
+    encoded = count_encoded(monkeypatch)
+    path = write(tmp_path / "a.jsonl", chat(), {"messages": say(("u", "Hi"))}, "{")
+    first = load_data_with_report([path], tokenizer, skip_bad_rows=True)
+    assert len(encoded) == 2
+    second = load_data_with_report([path], make_tokenizer(), skip_bad_rows=True)
+    assert len(encoded) == 2
+    assert second[1] == first[1]
+    assert hash_data(second[0]) == hash_data(first[0])
+    assert second[1].counts == {data.UNSUPERVISED: 1, "bad row": 1}
+
+
+@pytest.mark.parametrize("change", ["content of the same size", "mode", "max_length", "tokenizer"])
+def test_a_change_of_file_settings_or_tokenizer_is_seen(change, tokenizer, tmp_path, monkeypatch):
+    path, options = write(tmp_path / "a.jsonl", chat()), {}
+    before = hash_data(load_data([path], tokenizer))
+    if change == "content of the same size":
+        stat = path.stat()
+        write(path, chat(answer="Jello"))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    elif change == "tokenizer":
+        tokenizer = make_tokenizer()
+        tokenizer.add_tokens("ell")  # one token more, cut up again in plain text: same ids, another tokenizer
+    else:
+        options = {"mode": "thinking"} if change == "mode" else {"max_length": 9}
+    encoded = count_encoded(monkeypatch)
+    after = hash_data(load_data([path], tokenizer, **options))
+    assert len(encoded) == 1
+    assert (after == before) is (change == "tokenizer")
+
+
+def test_a_failed_load_leaves_nothing_behind(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", *[chat()] * 600, "{")
+    with pytest.raises(ValueError, match=":601: not JSON"):
+        load_data([path], tokenizer)
+    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+
+
+@pytest.mark.slow
+def test_more_processes_give_the_same_data_and_the_same_error(tokenizer, tmp_path):
+    rows = [chat(str(i)) for i in range(500)]
+    path = write(tmp_path / "a.jsonl", *rows[:300], {"messages": say(("u", "Hi"))}, *rows[300:])
+    alone = load_data_with_report([path], tokenizer)
+    datasets.config.HF_DATASETS_CACHE = tmp_path / "other cache"
+    together = load_data_with_report([path], tokenizer, num_proc=2)
+    assert together[0]["source"][:] == alone[0]["source"][:]
+    assert together[1] == alone[1]
+    assert hash_data(together[0]) == hash_data(alone[0])
+    with pytest.raises(ValueError, match=r"b\.jsonl:501: not JSON"):
+        load_data([write(tmp_path / "b.jsonl", *rows, "{")], tokenizer, num_proc=2)
+
+
+def test_the_result_is_a_memory_mapped_file_with_the_promised_types(tokenizer, tmp_path):
+    dataset = load_data([write(tmp_path / "a.jsonl", chat(), chat())], tokenizer)
+    assert [Path(f["filename"]).parent for f in dataset.cache_files] == [tmp_path / "cache" / "hyperdflash"]
+    List, Value = datasets.List, datasets.Value
+    assert dataset.features == {
+        "input_ids": List(Value("int32")),
+        "loss_mask": List(Value("int8")),
+        "length": Value("int32"),
+        "source": Value("string"),
+        "mode": Value("string"),
+    }
+    assert dataset["length"][:] == [12, 12]
+
+
+def test_the_hash_follows_tokens_masks_and_order_only(tokenizer, tmp_path):
+    def hashed(name, *rows, **kwargs):
+        return hash_data(load_data([write(tmp_path / name, *rows)], tokenizer, **kwargs))
+
+    given = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}
+    base = hashed("a.jsonl", chat("x"), given)
+    assert hashed("b.jsonl", "", chat("x"), {"messages": say(("u", "left out"))}, given) == base
+    assert hashed("c.jsonl", given, chat("x")) != base
+    assert hashed("d.jsonl", chat("x"), {**given, "loss_mask": [0, 1, 1, 1]}) != base
+    assert hashed("e.jsonl", chat("x"), {**given, "input_ids": [5, 6, 7, 9]}) != base
+    one, two = [{"input_ids": [5] * n, "loss_mask": [1] * n} for n in (3, 5)]
+    assert hashed("f.jsonl", one, two) != hashed("g.jsonl", two, one)  # the same tokens, cut elsewhere
+
+
+def test_the_hash_of_a_tokenizer_follows_its_content_and_not_its_use():
+    before = hash_tokenizer(make_tokenizer())
+    used = make_tokenizer()
+    used.pad_token = used.eos_token
+    used(["a", "bcd"], padding=True, truncation=True, max_length=2)
+    assert used.backend_tokenizer.truncation  # left over from the call
+    assert hash_tokenizer(used) == before
+    used.add_tokens("abc")
+    assert hash_tokenizer(used) != before
+
+
+def test_there_is_no_progress_bar_without_a_terminal(tokenizer, tmp_path, capfd):
+    assert not datasets.are_progress_bars_disabled()
+    load_data([write(tmp_path / "a.jsonl", chat())], tokenizer)
+    assert not datasets.are_progress_bars_disabled()  # nor is the caller's choice touched
+    assert capfd.readouterr().err == ""
+
+
+LARGE = """
+import re, sys, threading, time
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+from hyperdflash.training.data import load_data, read_rows
+
+def anonymous():  # MB of memory that is no mapped file
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+def growth(work):
+    start, peak, done = anonymous(), [0], threading.Event()
+    def watch():
+        while not done.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    result = work()
+    done.set()
+    watcher.join()
+    return result, peak[0] - start
+
+torch.set_num_threads(1)
+path = sys.argv[1]
+tokenizer = AutoTokenizer.from_pretrained("examples/tiny/target")
+load_data([sys.argv[2]], tokenizer)  # libraries take their memory first
+dataset, streamed = growth(lambda: load_data([path], tokenizer))
+loader = torch.utils.data.DataLoader(dataset.with_format("torch"), batch_size=None, num_workers=2)
+seen = [int(row["source"].rpartition(":")[2]) for row in loader]
+assert sorted(seen) == list(range(1, len(dataset) + 1)), "an epoch is not every sample once"
+_, held = growth(lambda: list(read_rows([path])))
+print(len(seen), round(streamed), round(held))
+"""
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_for_large_files_and_an_epoch_is_every_row_once(tmp_path):
+    """https://github.com/fw-ai/cookbook/pull/371"""
+    row = json.dumps({"input_ids": list(range(1000, 3000)), "loss_mask": [0] * 50 + [1] * 1950}) + "\n"
+    count = 3000
+    with (tmp_path / "large.jsonl").open("w") as file:
+        file.writelines(row for _ in range(count))
+    assert (tmp_path / "large.jsonl").stat().st_size > 45e6
+    small = write(tmp_path / "small.jsonl", *[row.strip()] * 300)
+    env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LARGE, tmp_path / "large.jsonl", small]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    seen, streamed, held = map(int, run.stdout.split())
+    assert seen == count
+    assert streamed < 27  # MB, half of the file
+    assert held > 90  # what reading everything at once takes: the bound can fail

@@ -1,0 +1,263 @@
+"""The arguments of a training run, and recipes: flat YAML files of them.
+
+    hyperdflash train training/recipes/tiny_stage1.yaml learning_rate=1e-3      # key=value overrides the file
+
+Every key is a field of [`HyperDFlashTrainingArguments`], so all that transformers' `TrainingArguments` knows can be
+set. An unknown key stops with a suggestion.
+"""
+
+import difflib
+import inspect
+import sys
+import types
+import typing
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import yaml
+from transformers import TrainingArguments
+
+from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
+from ..generation.init import init_drafter
+
+FEATURES = ("online", "offline")
+KL_TEACHERS = ("mean_pool", "hc_head")
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run as it is written: the command line's exit status is 2."""
+
+
+@dataclass
+class HyperDFlashTrainingArguments(TrainingArguments):
+    """Arguments of [`HyperDFlashTrainer`], in addition to transformers' own.
+
+    Args:
+        target (`str`):
+            Folder or Hub id of the DeepSeek-V4 to draft for.
+        target_revision (`str`, *optional*), target_dtype (`str`, *optional*, defaults to `"auto"`):
+            Commit of a Hub id, and the dtype the target is loaded in.
+        drafter (`dict`, *optional*):
+            Options of `init_drafter` for a new drafter: `block_size`, `num_hidden_layers`, `mask_token_id`, ...
+        init_from (`str`, *optional*):
+            Folder or Hub id of a drafter whose weights training starts from, with a new optimizer (stage 2).
+        train_data (`list[str]`), eval_data (`list[str]`, *optional*):
+            Files, globs or Hub data sets; see `training/data.py`.
+        mode, effort, generation (`str`):
+            Of the chat encoding, for rows that do not say their own.
+        max_length (`int`, *optional*, defaults to 3072):
+            Tokens of a sample; longer ones are cut.
+        skip_bad_rows (`bool`, *optional*, defaults to `False`):
+            Leave out rows that cannot be read, instead of stopping at the first.
+        features (`str`, *optional*, defaults to `"online"`):
+            `"online"`: the target runs in every step. `"offline"`: its residuals come from `features_dir`, written by
+            `hyperdflash features`.
+        num_anchors (`int`, *optional*, defaults to 512):
+            Blocks drawn from every sample, anew at every step.
+        gamma (`float`, *optional*, defaults to 4.0):
+            Slot k has the weight `exp(-(k - 1) / gamma)` in the cross-entropy; 0 weighs all alike.
+        kl_alpha (`float`, defaults to 0.15), kl_num_slots (`int`, defaults to 2), kl_temperature (`float`, 1.0):
+            Weight of the KL term, the number of first slots it acts on, T_KD (paper, section 2.3).
+        kl_teacher (`str`, *optional*, defaults to `"mean_pool"`):
+            `"mean_pool"`: the target's head on the averaged paths, as in the paper. `"hc_head"`: the target's own
+            distribution.
+        loss_chunk_size (`int`, *optional*, defaults to 256):
+            Slots whose logits exist at the same time.
+        lora (`dict`, *optional*):
+            peft's `LoraConfig` arguments; the gate is always trained whole.
+        eval_decode_prompts (`int`, *optional*, defaults to 0):
+            Prompts of `eval_data` that every evaluation really decodes, logged as `eval_acceptance_length`.
+        eval_decode_max_new_tokens (`int`, *optional*, defaults to 128):
+            Length of each.
+        resume_from_checkpoint (`bool` or `str`, *optional*):
+            True goes on with the last complete checkpoint of `output_dir`, from the start where there is none.
+    """
+
+    target: str | None = None
+    target_revision: str | None = None
+    target_dtype: str = "auto"
+    drafter: dict = field(default_factory=dict)
+    init_from: str | None = None
+    train_data: list[str] = field(default_factory=list)
+    eval_data: list[str] = field(default_factory=list)
+    mode: str = "non-thinking"
+    effort: str | None = None
+    generation: str = "preview"
+    max_length: int = 3072
+    skip_bad_rows: bool = False
+    features: str = "online"
+    features_dir: str | None = None
+    num_anchors: int = 512
+    gamma: float = 4.0
+    kl_alpha: float = 0.15
+    kl_num_slots: int = 2
+    kl_temperature: float = 1.0
+    kl_teacher: str = "mean_pool"
+    loss_chunk_size: int = 256
+    lora: dict | None = None
+    eval_decode_prompts: int = 0
+    eval_decode_max_new_tokens: int = 128
+    resume_from_checkpoint: bool | str | None = None
+
+    # transformers' fields whose defaults differ here
+    learning_rate: float = 8e-4
+    warmup_steps: float = 0.04
+    lr_scheduler_type: str = "cosine"
+    per_device_train_batch_size: int = 4
+    per_device_eval_batch_size: int = 4
+    num_train_epochs: float = 5.0
+    logging_steps: float = 1
+    logging_nan_inf_filter: bool = False
+    remove_unused_columns: bool = False
+    use_cache: bool = True  # of the model's config, which is published as it is
+
+    def __post_init__(self):
+        self._check()
+        if self.disable_tqdm is None:
+            self.disable_tqdm = not sys.stderr.isatty()
+        super().__post_init__()
+        if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
+            raise RecipeError(
+                "accelerator_config: split_batches and dispatch_batches are not supported; leave them out"
+            )
+
+    def _check(self) -> None:
+        for name, allowed in (
+            ("mode", MODES),
+            ("generation", tuple(EFFORT_INSTRUCTIONS)),
+            ("features", FEATURES),
+            ("kl_teacher", KL_TEACHERS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise RecipeError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        if self.effort not in EFFORT_INSTRUCTIONS[self.generation]:
+            known = ", ".join(str(e) for e in EFFORT_INSTRUCTIONS[self.generation])
+            raise RecipeError(f"effort of generation {self.generation!r} is one of {known}; got {self.effort!r}")
+        for name, least in (("max_length", 3), ("num_anchors", 1), ("loss_chunk_size", 1), ("kl_num_slots", 0)):
+            if getattr(self, name) < least:
+                raise RecipeError(f"{name} must be at least {least}; got {getattr(self, name)}")
+        for name in ("gamma", "kl_alpha", "eval_decode_prompts"):
+            if getattr(self, name) < 0:
+                raise RecipeError(f"{name} must not be negative; got {getattr(self, name)}")
+        if self.kl_temperature <= 0:
+            raise RecipeError(f"kl_temperature must be above 0; got {self.kl_temperature}")
+        if self.features == "offline" and not self.features_dir:
+            raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
+        if self.eval_decode_prompts and not self.eval_data:
+            raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
+        known = inspect.signature(init_drafter).parameters.keys() - {"target", "output", "revision"}
+        for name in self.drafter:
+            if name not in known:
+                raise RecipeError(f"drafter has no option {name!r}{_suggestion(name, known)}")
+        if self.init_from and self.drafter:
+            raise RecipeError("init_from brings the drafter's sizes: leave out `drafter`")
+        if self.lora is not None and not self.init_from:
+            raise RecipeError("lora adapts a trained drafter: give it in init_from")
+        if self.init_from and isinstance(self.resume_from_checkpoint, str):
+            raise RecipeError(
+                f"resume_from_checkpoint={self.resume_from_checkpoint!r} restores optimizer, schedule and step of "
+                f"that run, init_from={self.init_from!r} starts a new one from weights: give one of them "
+                "(resume_from_checkpoint=true goes on with this run's own checkpoints)"
+            )
+
+
+def load_recipe(path: str | Path, overrides: list[str] | None = None) -> HyperDFlashTrainingArguments:
+    """Arguments from a YAML file and `key=value` strings, which win. Raises as `recipe_values` does."""
+    return HyperDFlashTrainingArguments(**recipe_values(path, overrides))
+
+
+def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
+    """The values that a recipe and `key=value` strings, which win, give to fields of the arguments.
+
+    Raises `RecipeError` for a file that is no flat YAML mapping, unknown keys, and values of the wrong type; `OSError`
+    for a missing file.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"no recipe {path}")
+    values = {name: _cast(name, value) for name, value in read_recipe(path).items()}
+    for override in overrides or []:
+        name, separator, text = override.partition("=")
+        if not separator:
+            raise RecipeError(f"{override!r} is not key=value")
+        values[name] = _cast(name, _from_text(name, text))
+    for required in ("target", "train_data", "output_dir"):
+        if not values.get(required):
+            raise RecipeError(f"{path} says no {required}: add it there, or {required}=... to the command")
+    return values
+
+
+def read_recipe(path: str | Path) -> dict:
+    """The file's mapping, keys checked."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is no readable YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path} holds no `key: value` lines")
+    for name in values:
+        _check_name(str(name))
+    return values
+
+
+def _check_name(name: str) -> None:
+    if name in _hints():
+        return
+    raise RecipeError(f"unknown key {name!r}{_suggestion(name, _hints())}")
+
+
+def _suggestion(name: str, known) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _hints() -> dict:
+    settable = {f.name for f in fields(HyperDFlashTrainingArguments) if f.init}
+    return {
+        name: hint for name, hint in typing.get_type_hints(HyperDFlashTrainingArguments).items() if name in settable
+    }
+
+
+def _kinds(name: str) -> set:
+    """The plain types that a field takes: `list[str] | None` -> {list, NoneType}."""
+    hint = _hints()[name]
+    options = (
+        typing.get_args(hint)
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        else [hint]
+    )
+    return {typing.get_origin(option) or option for option in options}
+
+
+def _from_text(name: str, text: str):
+    _check_name(name)
+    if _kinds(name) <= {str, type(None)} and text not in ("null", "none", "None", ""):
+        return text
+    return yaml.safe_load(text)
+
+
+def _cast(name: str, value):
+    """`value` in the type of the field `name`; YAML reads 8e-4 as text, for one."""
+    kinds = _kinds(name)
+    if value is None:
+        value = [] if list in kinds and type(None) not in kinds else None
+    if list in kinds and isinstance(value, str) and str not in kinds:
+        value = [value]
+    if isinstance(value, str) and str not in kinds and kinds & {int, float}:
+        try:
+            value = float(value)
+        except ValueError:
+            raise _wrong_type(name, value, kinds) from None
+    if isinstance(value, float) and float not in kinds and int in kinds and value.is_integer():
+        value = int(value)
+    if type(value) is int and float in kinds and int not in kinds:
+        value = float(value)
+    known = {bool, int, float, str, list, dict, type(None)}
+    plain = kinds & known
+    if type(value) not in plain and not (kinds - known and isinstance(value, str | dict)):
+        raise _wrong_type(name, value, kinds)
+    return value
+
+
+def _wrong_type(name: str, value, kinds: set) -> RecipeError:
+    wanted = " or ".join(sorted(kind.__name__ for kind in kinds if kind is not type(None)))
+    return RecipeError(f"{name} takes {wanted}; got {value!r}")

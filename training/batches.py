@@ -1,0 +1,81 @@
+"""From rows to batches: samples with their stored features, padding, and the order of an epoch.
+
+Legend: B batch, T sequence, m residual paths, D hidden.
+"""
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, Sampler
+
+NO_SAMPLE = -1  # fills the last batch of an epoch: a sample without tokens, which adds nothing to loss and gradient
+
+
+class SampleDataset(Dataset):
+    """Rows of `training/data.py` as tensors, with the features of each where they are stored.
+
+    Args:
+        rows (`datasets.Dataset`): columns `input_ids`, `loss_mask`, `length`, `source`.
+        features (`OfflineFeatures`, *optional*): read in the loader's workers.
+    """
+
+    def __init__(self, rows, features=None):
+        self.rows, self.features = rows, features
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index == NO_SAMPLE:
+            stored = {} if self.features is None else {k: v[:1] * 0 for k, v in self.features[0].items()}
+            return {"sample_id": NO_SAMPLE, "input_ids": torch.zeros(1).long(), "loss_mask": torch.zeros(1), **stored}
+        row = self.rows[index]
+        stored = {} if self.features is None else self.features[index]
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
+        return {"sample_id": index, "input_ids": ids, "loss_mask": mask, **stored}
+
+
+def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
+    """One batch, padded on the right: `input_ids` and `loss_mask` `(B, T)`, `sample_ids` and `lengths` `(B,)`, stored
+    features `(B, T, m, D)`. Padding is never supervised."""
+    batch = {
+        "sample_ids": torch.tensor([sample["sample_id"] for sample in samples]),
+        "lengths": torch.tensor([len(s["input_ids"]) if s["sample_id"] != NO_SAMPLE else 0 for s in samples]),
+    }
+    for name in samples[0].keys() - {"sample_id"}:
+        batch[name] = pad_sequence([sample[name] for sample in samples], batch_first=True)
+    return batch
+
+
+class EpochSampler(Sampler[int]):
+    """The order of every epoch, from seed and epoch alone, in whole global batches.
+
+    The last batch is filled up with `NO_SAMPLE`, so that every process has the same number of batches and no sample
+    counts twice.
+
+    Args:
+        lengths (`list[int]`): tokens of every sample.
+        batch_size: samples of an optimizer step: of a device, times accumulation steps, times processes.
+        group_by_length: batches of samples of similar length, cut from random pools of fifty batches.
+    """
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int, group_by_length: bool = False):
+        self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
+        self.group_by_length, self.epoch = group_by_length, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return -(-len(self.lengths) // self.batch_size) * self.batch_size
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
+        order = torch.randperm(len(self.lengths), generator=generator)
+        if self.group_by_length:
+            pools = order.split(50 * self.batch_size)
+            order = torch.cat([pool[self.lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
+        filler = order.new_full((len(self) - len(order),), NO_SAMPLE)
+        batches = torch.cat([order, filler]).view(-1, self.batch_size)
+        if self.group_by_length:
+            batches = batches[torch.randperm(len(batches), generator=generator)]
+        return iter(batches.flatten().tolist())

@@ -1,0 +1,345 @@
+"""Training data: rows to token ids and loss masks, in the DeepSeek-V4 encoding.
+
+`rows.py` says what a row may look like. Tokens in a row (`input_ids` and `loss_mask`) win over its text; `mode` and
+`effort` in a row win over the caller's; null is the same as absent. The result is a memory-mapped `datasets.Dataset`,
+built once for the content of the files, the settings, the tokenizer and this code. Look at what comes out with
+`hyperdflash data preview`.
+
+    .venv/bin/python -m pytest tests/test_data.py
+"""
+
+import hashlib
+import json
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from transformers.utils import logging
+
+from .. import encoding_deepseek_v4 as encoding
+from . import rows
+from .rows import progress_is_hidden, read_rows, to_messages  # noqa: F401, read_rows for those who import this
+
+if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
+    import datasets
+
+logger = logging.get_logger(__name__)
+
+BAD_ROW = "bad row"
+UNSUPERVISED = "no supervised token"
+CUT_OFF = "cut off by max_length before any answer"
+NO_ANCHOR = "fewer than two supervised tokens in a row"
+
+
+@dataclass(frozen=True)
+class EncodingSettings:
+    """How rows become tokens; `mode`, `effort` and `generation` as in [`encode_with_mask`], `max_length` in tokens.
+
+    Raises `ValueError` for values that the encoding does not have.
+    """
+
+    mode: str = "non-thinking"
+    effort: str | None = None
+    generation: str = "preview"
+    max_length: int = 3072
+
+    def __post_init__(self):
+        if self.max_length < 3:  # one token of context, an anchor, and a token to predict
+            raise ValueError(f"max_length must be at least 3, got {self.max_length}")
+        encoding.encode_messages([{"role": "user", "content": ""}], **self.chat_options())
+
+    def chat_options(self) -> dict:
+        return {"mode": self.mode, "effort": self.effort, "generation": self.generation}
+
+
+class Sample(NamedTuple):
+    """One encoded row: `input_ids` `(T,)` int32 and `loss_mask` `(T,)` int8, 1 on tokens to be learned, cut at
+    `max_length`; the `mode` it is in; `reason`, why it cannot be trained on, or `""`."""
+
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+    mode: str
+    reason: str
+
+
+def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
+    """Tokens and loss mask of one row. Raises `ValueError` for a row that cannot be encoded."""
+    mode = settings.mode if row.get("mode") is None else row["mode"]
+    if row.get("input_ids") is not None:
+        if mode not in encoding.MODES:
+            raise ValueError(f"unknown mode {mode!r}; the DeepSeek-V4 encoding has {', '.join(encoding.MODES)}")
+        ids, mask = _given_tokens(row, tokenizer)
+    else:
+        effort = settings.effort if row.get("effort") is None else row["effort"]
+        options = settings.chat_options() | {"mode": mode, "effort": effort}
+        ids, mask = encoding.encode_with_mask(to_messages(row), tokenizer, **options)
+        ids, mask = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
+    kept = slice(settings.max_length)
+    return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]))
+
+
+def _given_tokens(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    if row.get("loss_mask") is None:
+        raise ValueError("the row has input_ids but no loss_mask")
+    ids, mask = _int_array("input_ids", row["input_ids"]), _int_array("loss_mask", row["loss_mask"])
+    if len(ids) != len(mask):
+        raise ValueError(f"input_ids has {len(ids)} entries but loss_mask has {len(mask)}")
+    if len(outside := ids[(ids < 0) | (ids >= len(tokenizer))]):
+        raise ValueError(f"input_ids holds {outside[0]}, outside the tokenizer's {len(tokenizer)} tokens")
+    if len(wrong := mask[(mask != 0) & (mask != 1)]):
+        raise ValueError(f"loss_mask holds {wrong[0]}; it must be 0 or 1")
+    return ids.astype(np.int32), mask.astype(np.int8)
+
+
+def _int_array(name: str, values) -> np.ndarray:
+    if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
+        raise ValueError(f"{name} must be a list of integers, and not empty")
+    return np.array(values)
+
+
+def _why_left_out(whole_mask: np.ndarray, mask: np.ndarray) -> str:
+    if not whole_mask.any():
+        return UNSUPERVISED
+    if not mask.any():
+        return CUT_OFF
+    # An anchor is a supervised token with a position before it and a supervised token behind it.
+    return "" if (mask[1:-1] & mask[2:]).any() else NO_ANCHOR
+
+
+# --------------------------------------------------------------------------------------------------------- loading
+
+
+@dataclass
+class DataReport:
+    """What became of the rows.
+
+    Attributes:
+        num_rows (`int`), num_kept (`int`): all rows, and those that can be trained on.
+        counts (`dict[str, int]`): rows left out, by reason.
+        examples (`dict[str, list[str]]`): up to three sources for each reason; for a bad row also what is wrong.
+    """
+
+    num_rows: int = 0
+    num_kept: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    examples: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, source: str, reason: str = "", error: str = "") -> None:
+        """Count one row."""
+        self.num_rows += 1
+        if not reason:
+            self.num_kept += 1
+            return
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        if len(examples := self.examples.setdefault(reason, [])) < 3:
+            examples.append(f"{source}: {error}" if error else source)
+
+    def lines(self) -> list[str]:
+        """The report for people: a line of totals, then one for each reason."""
+        out = [f"{self.num_kept:,} of {self.num_rows:,} rows kept, {self.num_rows - self.num_kept:,} left out"]
+        for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
+            more = "; ..." if count > len(self.examples[reason]) else ""
+            out.append(f"  {count:,} left out: {reason} ({'; '.join(self.examples[reason])}{more})")
+        return out
+
+
+def load_data(files: list[str | Path], tokenizer, **kwargs) -> "datasets.Dataset":
+    """[`load_data_with_report`] without the report."""
+    return load_data_with_report(files, tokenizer, **kwargs)[0]
+
+
+def load_data_with_report(
+    files: list[str | Path],
+    tokenizer,
+    *,
+    mode: str = "non-thinking",
+    effort: str | None = None,
+    generation: str = "preview",
+    max_length: int = 3072,
+    skip_bad_rows: bool = False,
+    num_proc: int | None = None,
+) -> "tuple[datasets.Dataset, DataReport]":
+    """The rows of the files that can be trained on, encoded, and a report of those that cannot.
+
+    Args:
+        files: as in [`read_rows`].
+        tokenizer: the target's, with the control tokens of the DeepSeek-V4 encoding.
+        mode, effort, generation: of the encoding, as in [`encode_with_mask`].
+        max_length: tokens that are kept of a row. The part of a cut answer that is kept is learned; it gets no EOS.
+        skip_bad_rows: leave rows out that are broken, rather than stop at the first one.
+        num_proc: processes that encode.
+
+    Returns:
+        A memory-mapped data set with columns `input_ids` (int32), `loss_mask` (int8, 1 = learned), `length` (int32, in
+        tokens), `source` (`"file.jsonl:12"`) and `mode`, in the order of the files; and the [`DataReport`].
+
+    Raises:
+        OSError: as in [`read_rows`], and when the cache cannot be written.
+        ValueError: for settings or a tokenizer that do not fit, a bad row (named by file and line), and when no row is
+            left.
+    """
+    settings = EncodingSettings(mode, effort, generation, max_length)
+    check_tokenizer(tokenizer, settings)
+    encoded = _encode_all(rows.resolve(files), tokenizer, settings, skip_bad_rows, num_proc)
+    report = _make_report(encoded)
+    if report.counts.get(BAD_ROW) and not skip_bad_rows:  # encoded earlier, when they were to be skipped
+        raise ValueError(_stop_message(report.examples[BAD_ROW][0]))
+    if not report.num_kept:
+        raise ValueError("no row is left to train on: " + "; ".join(line.strip() for line in report.lines()))
+    if report.counts:
+        encoded = encoded.select(_where(encoded, ""))
+    for line in report.lines():
+        logger.info(line)
+    return encoded.remove_columns(["reason", "error"]), report
+
+
+def hash_data(dataset: "datasets.Dataset") -> str:
+    """sha256 over `input_ids` and `loss_mask` of all rows, in their order; where they came from does not enter."""
+    digest = hashlib.sha256()
+    columns = ["input_ids", "loss_mask"]
+    for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
+        for name, dtype in zip(columns, ("<i4", "i1"), strict=True):
+            lists = table[name].combine_chunks()
+            digest.update(lists.value_lengths().to_numpy(zero_copy_only=False).astype("<i8").tobytes())
+            digest.update(lists.flatten().to_numpy(zero_copy_only=False).astype(dtype).tobytes())
+    return digest.hexdigest()
+
+
+def hash_tokenizer(tokenizer) -> str:
+    """sha256 over everything that decides which ids a text gets; where the tokenizer came from does not enter."""
+    if not tokenizer.is_fast:
+        raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json; the data needs a fast tokenizer")
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content["truncation"] = content["padding"] = None  # left over from the last call
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def check_tokenizer(tokenizer, settings: EncodingSettings) -> None:
+    """Raise the `ValueError` for a tokenizer without the control tokens once, rather than for every row."""
+    encoding.encode_with_mask([{"role": "user", "content": ""}], tokenizer, **settings.chat_options())
+
+
+def _encode_all(origins, tokenizer, settings, skip_bad_rows, num_proc) -> "datasets.Dataset":
+    """All rows, also those left out, with the `reason` for it and the `error` of bad ones; from the cache if there."""
+    import datasets
+
+    scans = [origin.scan() for origin in origins]
+    index = datasets.Dataset.from_dict(_make_index(scans))
+    contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
+    fingerprint = _fingerprint(contents, settings, tokenizer)
+    cache = Path(datasets.config.HF_DATASETS_CACHE) / "hyperdflash"
+    cache.mkdir(parents=True, exist_ok=True)
+    options = {"origins": origins, "tokenizer": tokenizer, "settings": settings, "skip_bad_rows": skip_bad_rows}
+    with _progress_bars(datasets):
+        return index.map(
+            _encode_batch,
+            batched=True,
+            batch_size=256,
+            remove_columns=index.column_names,
+            features=_features(datasets),
+            fn_kwargs=options,
+            num_proc=num_proc,
+            cache_file_name=str(cache / f"data-{fingerprint}.arrow"),
+            load_from_cache_file=True,
+            new_fingerprint=fingerprint,
+            desc="Encoding data",
+        )
+
+
+def _make_index(scans: list[tuple]) -> dict[str, np.ndarray]:
+    """Where each row is: which origin, the position in it, and the number that a person knows it by."""
+    return {
+        "origin": np.repeat(np.arange(len(scans), dtype=np.int32), [len(positions) for positions, _, _ in scans]),
+        "position": np.concatenate([np.frombuffer(positions, dtype=np.int64) for positions, _, _ in scans]),
+        "number": np.concatenate([np.frombuffer(numbers, dtype=np.int64) for _, numbers, _ in scans]),
+    }
+
+
+def _features(datasets) -> "datasets.Features":
+    Value, List = datasets.Value, datasets.List
+    return datasets.Features(
+        {
+            "input_ids": List(Value("int32")),
+            "loss_mask": List(Value("int8")),
+            "length": Value("int32"),
+            "source": Value("string"),
+            "mode": Value("string"),
+            "reason": Value("string"),
+            "error": Value("string"),
+        }
+    )
+
+
+def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[str, list]:
+    columns = {name: [] for name in ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error")}
+    places = zip(batch["origin"], batch["position"], batch["number"], strict=True)
+    for i, group in groupby(places, key=lambda place: place[0]):
+        _, positions, numbers = zip(*group, strict=True)
+        for number, row in zip(numbers, origins[i].read(positions), strict=True):
+            source = f"{origins[i].name}:{number}"
+            sample, error = encode_or_error(row, tokenizer, settings)
+            if error and not skip_bad_rows:
+                raise ValueError(_stop_message(f"{source}: {error}"))
+            if sample.reason:
+                sample = sample._replace(input_ids=sample.input_ids[:0], loss_mask=sample.loss_mask[:0])
+            values = (*sample[:2], len(sample.input_ids), source, sample.mode, sample.reason, error)
+            for column, value in zip(columns.values(), values, strict=True):
+                column.append(value)
+    return columns
+
+
+def encode_or_error(row: dict | ValueError, tokenizer, settings: EncodingSettings) -> tuple[Sample, str]:
+    """[`encode_row`] for what [`read_rows`] yields: the sample and `""`, or one without tokens whose reason is
+    [`BAD_ROW`], and what is wrong with the row."""
+    try:
+        if isinstance(row, ValueError):
+            raise row
+        return encode_row(row, tokenizer, settings), ""
+    except ValueError as error:
+        empty = np.empty(0, dtype=np.int32)
+        return Sample(empty, empty.astype(np.int8), settings.mode, BAD_ROW), str(error)
+
+
+def _stop_message(problem: str) -> str:
+    return f"{problem} (mend or remove the row, or set skip_bad_rows to leave such rows out)"
+
+
+def _make_report(encoded: "datasets.Dataset") -> DataReport:
+    import pyarrow.compute as pc
+
+    reasons = encoded.data.column("reason")
+    counts = {item["values"]: item["counts"] for item in pc.value_counts(reasons).to_pylist()}
+    report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), counts=counts)
+    for reason in counts:
+        examples = [encoded[int(i)] for i in _where(encoded, reason)[:3]]
+        report.examples[reason] = [f"{row['source']}: {row['error']}".removesuffix(": ") for row in examples]
+    return report
+
+
+def _where(encoded: "datasets.Dataset", reason: str) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    return np.flatnonzero(pc.equal(encoded.data.column("reason"), reason).to_numpy())
+
+
+def _fingerprint(contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer) -> str:
+    """Of everything that decides what is cached: files, settings, tokenizer, and the code that encodes."""
+    code = [hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, rows.__file__, encoding.__file__)]
+    facts = [contents, asdict(settings), hash_tokenizer(tokenizer), code]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _progress_bars(datasets):
+    """`datasets` draws its bars whether or not there is a terminal; here they follow this package's rule."""
+    change = progress_is_hidden() and not datasets.are_progress_bars_disabled()
+    if change:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if change:
+            datasets.enable_progress_bars()

@@ -1,0 +1,228 @@
+"""Make a Hub folder from what a training run wrote: `hyperdflash export CHECKPOINT OUT`.
+
+    hyperdflash export runs/stage2 my-drafter                   # the run's best checkpoint, else its last whole one
+    hyperdflash export runs/stage2/checkpoint-200 my-drafter    # this one
+    hf upload someone/my-drafter my-drafter                     # everything in the folder is for the public
+
+OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, a model card with
+the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was trained on. No
+optimizer and no pickle comes along.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+from ..generation.init import check_output, copy_custom_generate, written_whole
+from ..modeling_hyperdflash import HyperDFlashModel
+from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
+
+logger = logging.get_logger(__name__)
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
+
+
+def export_drafter(
+    checkpoint: str | Path, output: str | Path, *, run_dir: str | Path | None = None, overwrite: bool = False
+) -> Path:
+    """Make a self-contained Hub folder of a trained drafter: whole, or not at all.
+
+    Args:
+        checkpoint: a run's folder (its best checkpoint is taken, else its last whole one), a checkpoint's (full
+            weights or a LoRA adapter), or a drafter's.
+        output: the folder to be made; it must not exist or be empty.
+        run_dir: where the files lie that the card is written from; by default the run that the checkpoint is part of.
+        overwrite: replace `output` if it is a drafter's folder.
+
+    Returns the folder's path.
+
+    Raises `ValueError` for a folder that holds no whole drafter or files that cannot be parsed, `OSError` when
+    `output` is in use or something is missing, `ImportError` when the card's picture needs matplotlib, or an adapter
+    peft, and it is not installed. `output` is untouched then.
+    """
+    checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
+    output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
+    run = read_run(checkpoint, run_dir)
+    if run.has_picture():
+        check_matplotlib()
+    drafter = load_trained(checkpoint, run_dir)
+    round_to_bf16(drafter)
+    with written_whole(output, overwrite=overwrite) as folder:
+        drafter.save_pretrained(folder)
+        copy_custom_generate(folder)
+        write_card(folder, drafter.config, drafter.num_parameters(), run)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)  # safetensors writes files that only their owner can read
+    return output
+
+
+def _check_replaceable(output: str | Path, checkpoint: Path) -> Path:
+    """The resolved path, when nothing but an earlier export would be lost."""
+    output = Path(output).expanduser().resolve()
+    try:
+        return check_output(output)
+    except FileExistsError:
+        if checkpoint.is_relative_to(output):
+            raise ValueError(f"{output} holds the checkpoint itself, {checkpoint}: choose another folder") from None
+        if _model_type(output) != "hyperdflash":
+            raise
+        return output
+
+
+def _model_type(folder: Path) -> str | None:
+    path = folder / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.is_file() else None
+
+
+# ---------------------------------------------------------------------------------------------------- which checkpoint
+
+
+def find_checkpoint(folder: str | Path, run_dir: str | Path | None = None) -> tuple[Path, Path | None]:
+    """The folder that weights come from, and the folder of their run (None when they belong to none).
+
+    Raises `ValueError` for a checkpoint that was cut short, a run without a whole one, or one whose best is gone;
+    `FileNotFoundError` for a path that is no folder.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no folder: export takes a run's, a checkpoint's or a drafter's")
+    run_dir = Path(run_dir).expanduser().resolve() if run_dir is not None else None
+    if run_dir is not None and not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} is no folder of a run")
+    if list_checkpoints(folder):
+        return choose_checkpoint(folder), run_dir or folder
+    if re.fullmatch(r"checkpoint-\d+", folder.name):
+        if read_state(folder) is None:
+            raise ValueError(
+                f"{folder} was cut short while it was written: it has no whole {STATE_FILE}. Export {folder.parent} "
+                "for its last whole checkpoint"
+            )
+        run_dir = run_dir or folder.parent
+    return folder, run_dir
+
+
+def choose_checkpoint(run_dir: Path) -> Path:
+    """The best checkpoint by the run's own metric; without one, the last that was written to its end."""
+    states = {path: state for path in list_checkpoints(run_dir) if (state := read_state(path)) is not None}
+    if not states:
+        raise ValueError(f"{run_dir} has no whole checkpoint: none of its checkpoint-* folders has a {STATE_FILE}")
+    last = list(states)[-1]
+    best = states[last].get("best_model_checkpoint")
+    if best is None:
+        return last
+    chosen = run_dir / Path(best).name  # the run may have been moved since
+    if chosen not in states:
+        raise ValueError(
+            f"{chosen.name}, the best checkpoint according to {last.name}, is gone from {run_dir} or not whole: say "
+            f"which to export, for example {last}"
+        )
+    return chosen
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashModel:
+    """The trained drafter in fp32, an adapter merged. Errors as in `export_drafter`."""
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        return merge_adapter(checkpoint, run_dir)
+    if any(checkpoint.glob("pytorch_model_fsdp*")) and not (checkpoint / "config.json").is_file():
+        raise ValueError(
+            f"{checkpoint} holds FSDP's shards and no whole drafter: go on with the run for a step with "
+            "fsdp_state_dict_type FULL_STATE_DICT, and export that checkpoint"
+        )
+    model_type = _model_type(checkpoint)
+    if model_type != "hyperdflash":
+        found = f"a config.json of model_type {model_type!r}" if model_type else "no config.json"
+        raise ValueError(f"{checkpoint} is no drafter's folder, checkpoint or run: it has {found}")
+    for path in checkpoint.glob("*.safetensors"):
+        _check_readable(path)
+    return HyperDFlashModel.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def _check_readable(path: Path) -> set[str]:
+    """The names of a file's tensors."""
+    try:
+        with safe_open(path, framework="pt") as f:
+            return set(f.keys())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file (cut short?): {error}") from error
+
+
+def merge_adapter(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashModel:
+    """The adapter's drafter with the adapter merged in fp32; modules that were trained whole replace its own.
+
+    The drafter is the one in the run's `base` folder, else the one that the adapter's configuration names.
+    """
+    check_installed("peft", "merging a LoRA adapter")
+    from peft import PeftConfig, PeftModel, get_peft_model_state_dict
+
+    config = PeftConfig.from_pretrained(checkpoint)
+    if run_dir is not None and (run_dir / BASE_FOLDER).is_dir():
+        base = load_trained(run_dir / BASE_FOLDER)
+    else:
+        base = _load_base(checkpoint, config.base_model_name_or_path, config.revision)
+    if not (checkpoint / ADAPTER_WEIGHTS).is_file():
+        raise FileNotFoundError(f"{checkpoint} has an {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS}")
+    stored = _check_readable(checkpoint / ADAPTER_WEIGHTS)
+    try:
+        adapted = PeftModel.from_pretrained(base, checkpoint)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the adapter in {checkpoint} does not fit {base.name_or_path}: {error}") from error
+    # peft only warns of tensors that it did not find, and would merge nothing in their place
+    if differing := stored ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys():
+        names = ", ".join(sorted(differing)[:5])
+        raise ValueError(f"the adapter in {checkpoint} does not fit {base.name_or_path}: {names}")
+    return adapted.merge_and_unload(safe_merge=True)
+
+
+def _load_base(checkpoint: Path, name: str | None, revision: str | None) -> HyperDFlashModel:
+    remedy = f"Set base_model_name_or_path in {checkpoint / ADAPTER_CONFIG} to the drafter it was trained on"
+    if not name:
+        raise ValueError(f"{checkpoint} is an adapter that does not say of which drafter. {remedy}")
+    try:
+        return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=torch.float32)
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name}, which the adapter in {checkpoint} belongs to, cannot be had. {remedy}"
+        ) from error
+
+
+def round_to_bf16(drafter: HyperDFlashModel) -> None:
+    """Round everything but the gate, in place: loading in bf16 keeps the gate in fp32 too."""
+    kept = drafter._keep_in_fp32_modules_strict
+    for name, parameter in drafter.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `export` command to an argparse sub-parsers object."""
+    parser = subparsers.add_parser(
+        "export",
+        help="make a Hub folder from a checkpoint",
+        description="Make a self-contained Hub folder, with a model card, from a run's best checkpoint or another.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's, a checkpoint's or a drafter's folder")
+    parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export, and say what was made."""
+    output = export_drafter(args.checkpoint, args.output)
+    files = [path for path in output.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files)
+    print(f"{output}: {len(files)} files, {size / 1e6:.1f} MB. Publish it with: hf upload <repository> {output}")
+    return 0

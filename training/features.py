@@ -1,0 +1,213 @@
+"""The target's features, computed once: `hyperdflash features RECIPE.yaml`, which `features: offline` trains from.
+
+    hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features             # after a kill: goes on
+    hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features --verify    # reads all of it
+
+`feature_store.py` says what the folder holds. Samples share a forward with others of their shard and of similar
+length, so a resumed run repeats the very forwards of an uninterrupted one.
+
+Legend: B batch, T sequence.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer
+
+from ..configuration_hyperdflash import HyperDFlashConfig
+from ..generation.generate import load_target
+from ..generation.init import drafter_config
+from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
+from .data import hash_data, hash_tokenizer, load_data
+from .feature_store import FeatureWriter, OfflineFeatures, open_shard
+from .rows import progress_is_hidden
+from .target import OnlineFeatures
+
+__all__ = ["FeatureWriter", "OfflineFeatures", "extract", "feature_settings", "verify"]
+
+BATCH_TOKENS = 8192  # of one target forward, padding included
+
+
+def feature_settings(
+    args: HyperDFlashTrainingArguments, rows, tokenizer, config: HyperDFlashConfig, split: str = "train"
+) -> dict:
+    """What the features of a run depend on: the flat dict that a features folder records.
+
+    Args:
+        rows (`datasets.Dataset`): the split's.
+        config: the drafter's, or `tapped_config(args)`.
+        split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
+    """
+    folder = Path(args.target).expanduser()
+    # A branch moves: what a Hub id stands for is a commit
+    target_config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
+    return {
+        "target": str(folder.resolve()) if folder.is_dir() else args.target,
+        "target_revision": getattr(target_config, "_commit_hash", None),  # a folder has none
+        "target_dtype": args.target_dtype,
+        "tokenizer": hash_tokenizer(tokenizer),
+        **{name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length")},
+        "dtype": "bfloat16",
+        "context_source": config.context_source,
+        "target_layer_ids": list(config.target_layer_ids),
+        "data": hash_data(rows),
+        "data_files": list(args.train_data if split == "train" else args.eval_data),
+    }
+
+
+def tapped_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
+    """The configuration of the run's drafter, which says what is read of the target; no weights are opened."""
+    if args.init_from:
+        return HyperDFlashConfig.from_pretrained(args.init_from)
+    options = {name: value for name, value in args.drafter.items() if name != "seed"}
+    return drafter_config(AutoConfig.from_pretrained(args.target, revision=args.target_revision), **options)
+
+
+def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS) -> None:
+    """Run the target over the rows that the writer misses; `writer.start` was called.
+
+    Args:
+        rows (`datasets.Dataset`): with `input_ids`, the ones whose lengths the writer has.
+        batch_tokens: of one forward, padding included; a longer sample is a batch of its own.
+    """
+    total = sum(writer.lengths[i] for samples in writer.missing for i in samples)
+    with tqdm(
+        total=total, unit="tok", unit_scale=True, desc=f"features {writer.folder.name}", disable=progress_is_hidden()
+    ) as bar:
+        for samples in writer.missing:
+            for batch in make_batches(samples, writer.lengths, batch_tokens):
+                ids = [torch.tensor(row) for row in rows[batch]["input_ids"]]
+                output = features({"input_ids": pad_sequence(ids, batch_first=True)})
+                for row, index in enumerate(batch):
+                    stop = len(ids[row])
+                    try:
+                        writer.add(index, output.context_hidden_states[row, :stop], output.residual[row, :stop])
+                    except ValueError as error:
+                        raise ValueError(f"{rows[index]['source']}: {error}") from error
+                bar.update(sum(map(len, ids)))
+
+
+def make_batches(samples: range, lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
+    """The samples in batches of similar length, of at most `batch_tokens` with their padding."""
+    batch: list[int] = []
+    for index in sorted(samples, key=lambda i: lengths[i]):
+        if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def verify(features: OfflineFeatures) -> None:
+    """Read everything: hashes, shapes and finiteness of all shards, and the head.
+
+    Raises `ValueError` that names every shard that is not as it was written.
+    """
+    manifest, problems = features.manifest, []
+    total = sum(shard["num_bytes"] for shard in manifest.shards)
+    with tqdm(
+        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify", disable=progress_is_hidden()
+    ) as bar:
+        for shard in manifest.shards:
+            try:
+                _verify_shard(features, shard)
+            except ValueError as error:
+                problems.append(str(error))
+            bar.update(shard["num_bytes"])
+    if problems:
+        raise ValueError(
+            f"{len(problems)} of {len(manifest.shards)} shards are not as written: {'; '.join(problems[:10])}. Remove "
+            "them: `hyperdflash features RECIPE` writes what is missing"
+        )
+    _ = features.head
+
+
+def _verify_shard(features: OfflineFeatures, shard: dict) -> None:
+    path, shapes = features.folder / shard["file"], features.manifest.token_shapes
+    with path.open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
+            raise ValueError(f"{path}: its content is not what its hash says")
+    with open_shard(features.folder, shard, features.manifest) as file:
+        offsets = file.get_tensor("offsets").tolist()
+        if (
+            len(offsets) != shard["num_samples"] + 1
+            or offsets != sorted(offsets)
+            or offsets[-1] != shard["num_tokens"]
+        ):
+            raise ValueError(f"{path}: its offsets are not those of {shard['num_samples']} samples")
+        for name, shape in shapes.items():
+            if file.get_slice(name).get_shape() != [offsets[-1], *shape]:
+                raise ValueError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
+    for index in range(shard["first_sample"], shard["first_sample"] + shard["num_samples"]):
+        _ = features[index]
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `features` command to an argparse sub-parsers object."""
+    parser = subparsers.add_parser(
+        "features",
+        help="store the target's features of a recipe's data",
+        description="Run the target once over the data of a recipe and store its residuals in features_dir, for runs "
+        "with `features: offline`. A run that was stopped goes on with the same command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as for `hyperdflash train`")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over the file")
+    parser.add_argument("--verify", action="store_true", help="write nothing; read all that is stored and check it")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status, 2 for a recipe that cannot be run as it is written."""
+    try:
+        recipe = load_recipe(args.recipe, args.overrides)
+        if not recipe.features_dir:
+            raise RecipeError("features_dir says where features go: add it to the recipe, or features_dir=...")
+    except RecipeError as error:
+        print(f"hyperdflash features: {error}", file=sys.stderr)
+        return 2
+    tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
+    config, splits = tapped_config(recipe), {}
+    for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
+        if files:
+            options = {name: getattr(recipe, name) for name in ("mode", "effort", "generation", "max_length")}
+            rows = load_data(files, tokenizer, skip_bad_rows=recipe.skip_bad_rows, **options)
+            splits[split] = rows, feature_settings(recipe, rows, tokenizer, config, split)
+    if args.verify:
+        _verify_all(recipe, splits)
+    else:
+        _write_all(recipe, config, splits)
+    return 0
+
+
+def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict) -> None:
+    folder, writers = recipe.features_dir, {}
+    for split, (rows, settings) in splits.items():
+        writers[split] = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
+        print(writers[split].estimate())
+    if not all(writer.is_complete for writer in writers.values()):
+        device_map = "auto" if torch.accelerator.is_available() else None
+        target, _ = load_target(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
+        features = OnlineFeatures(target, config)
+        for split, writer in writers.items():
+            writer.start(features.head)
+            extract(features, splits[split][0], writer)
+    print(f"{folder} is complete")
+
+
+def _verify_all(recipe: HyperDFlashTrainingArguments, splits: dict) -> None:
+    for split, (_, settings) in splits.items():
+        features = OfflineFeatures(recipe.features_dir, settings, split)
+        verify(features)
+        print(f"{features.folder}: {len(features.manifest.shards):,} shards are as they were written")

@@ -1,0 +1,54 @@
+"""Figures of training and evaluation, from sums and counts that are divided once at the end.
+
+Legend: B batch, A anchors, S slots.
+"""
+
+import torch
+
+from .losses import LossOutput, slot_weights
+
+# Rows of a sums tensor, each with one entry a slot
+VALID, CORRECT, REACHED, ACCEPTED, CE, KL = range(6)
+
+
+def slot_sums(output: LossOutput, labels: torch.LongTensor) -> torch.Tensor:
+    """Sums over the blocks of each sample, `(B, 6, S)` in fp64: valid slots, correct ones, those whose earlier slots
+    were all correct, those correct among these, cross-entropy, KL.
+
+    Args:
+        output: of `drafter_loss`, its blocks flattened from `(B, A)`.
+        labels (`(B, A, S)`): -100 where a slot has no label.
+    """
+    valid = labels != -100
+    correct = output.correct.view(labels.shape)
+    accepted = correct.long().cumprod(-1).bool()
+    reached = valid.clone()
+    reached[..., 1:] &= accepted[..., :-1]
+    kl = torch.zeros_like(output.ce)
+    kl[:, : output.kl.shape[1]] = output.kl
+    rows = (valid, correct, reached, accepted, output.ce.view(labels.shape), kl.view(labels.shape))
+    return torch.stack([row.double().sum(1) for row in rows], dim=1)
+
+
+def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: float, num_kl_slots: int) -> dict:
+    """Figures of `(6, S)` sums.
+
+    `expected_acceptance_length` is 1 plus the sum of cumulative products of the conditional rates: of each slot among
+    the blocks whose earlier slots were all right, which is what a round of decoding keeps. Slot weights do not enter.
+    """
+    sums = sums.double().cpu()
+    num_slots = sums.shape[1]
+    weights = slot_weights(num_slots, gamma).double()
+    ce = float((weights * sums[CE]).sum() / (weights * sums[VALID]).sum().clamp(min=1e-8))
+    by_slot = (sums[KL] / sums[VALID].clamp(min=1))[:num_kl_slots]
+    kl = float(temperature**2 * by_slot.sum() / max(len(by_slot), 1))
+    rates = (sums[ACCEPTED] / sums[REACHED].clamp(min=1)).cumprod(0)
+    accuracy = sums[CORRECT] / sums[VALID].clamp(min=1)
+    return {
+        "loss": ce + alpha * kl,
+        "ce": ce,
+        "kl": kl,
+        "expected_acceptance_length": 1 + float(rates.sum()),
+        **{f"slot_accuracy_{k + 1}": float(value) for k, value in enumerate(accuracy)},
+        **{f"acceptance_rate_{k + 1}": float(value) for k, value in enumerate(rates)},
+    }

@@ -1,0 +1,261 @@
+"""`hyperdflash data preview FILE...`: what training will see of the first rows, token by token.
+
+    hyperdflash data preview data.jsonl --tokenizer examples/tiny/target
+    hyperdflash data preview data.jsonl --tokenizer deepseek-ai/DeepSeek-V4-Flash --mode thinking --html preview.html
+
+Learned tokens (loss mask 1) are green in a terminal and on the page, and in ⟦brackets⟧ where there is no colour.
+"""
+
+import argparse
+import html
+import io
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoTokenizer
+
+from ..encoding_deepseek_v4 import MODES
+from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
+
+# Styles of neighbouring tokens alternate, so that their borders can be seen.
+LEARNED, CONTEXT = ("bold green", "bold green underline"), ("", "dim")
+CONTROL, LEARNED_CONTROL = "bold magenta", "bold green reverse"
+
+
+class Piece(NamedTuple):
+    """A token, or the few that make up one character: its `text`, its `token_ids`, what the loss mask says."""
+
+    text: str
+    token_ids: list[int]
+    is_learned: bool
+    is_control: bool
+
+
+def make_pieces(sample: Sample, tokenizer) -> list[Piece]:
+    """A sample cut into tokens. Tokens that hold parts of one character's bytes are one piece."""
+    control = set(tokenizer.get_added_vocab().values())
+    pieces, held = [], []
+
+    def flush():
+        if held:
+            pieces.append(Piece(tokenizer.decode(held), list(held), bool(learned), False))
+            held.clear()
+
+    learned = 0
+    for token_id, bit in zip(sample.input_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+        if token_id in control or bit != learned:
+            flush()
+        learned = bit
+        if token_id in control:
+            pieces.append(Piece(tokenizer.decode([token_id]), [token_id], bool(bit), True))
+            continue
+        held.append(token_id)
+        # U+FFFD stands for bytes that are no character yet, of which there are at most four.
+        if "\ufffd" not in tokenizer.decode(held) or len(held) == 4:
+            flush()
+    flush()
+    return pieces
+
+
+def visible(text: str) -> str:
+    """The text with its control characters to be seen: `⏎` before each line break, `␉` for a tab, and so on."""
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(c: str) -> str:
+    if c == "\n":
+        return "⏎\n"
+    if c < " ":
+        return chr(0x2400 + ord(c))
+    return f"\\x{ord(c):02x}" if "\x7f" <= c < "\xa0" else c
+
+
+# -------------------------------------------------------------------------------------------------------- the terminal
+
+
+def as_text(pieces: list[Piece], colour: bool) -> Text:
+    """The pieces for a terminal; without colour, learned ones in `⟦⟧` and `│` between tokens."""
+    text, previous = Text(), None
+    for i, piece in enumerate(pieces):
+        if colour:
+            text.append(visible(piece.text), _style(piece, i))
+            continue
+        if previous is not None and previous.is_learned != piece.is_learned:
+            text.append("⟧" if previous.is_learned else "⟦")
+        elif previous is not None and not (previous.is_control or piece.is_control):
+            text.append("│")
+        elif previous is None and piece.is_learned:
+            text.append("⟦")
+        text.append(visible(piece.text))
+        previous = piece
+    if not colour and previous is not None and previous.is_learned:
+        text.append("⟧")
+    return text
+
+
+def _style(piece: Piece, i: int) -> str:
+    if piece.is_control:
+        return LEARNED_CONTROL if piece.is_learned else CONTROL
+    return (LEARNED if piece.is_learned else CONTEXT)[i % 2]
+
+
+def describe(source: str, sample: Sample) -> str:
+    """The line above a sample."""
+    return (
+        f"{source}  {sample.mode}, {len(sample.input_ids):,} tokens, {int(sample.loss_mask.sum()):,} of them learned"
+    )
+
+
+def print_samples(samples: list[tuple[str, Sample]], tokenizer) -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows everything
+    console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    colour = console.color_system is not None and not console.no_color
+    legend = [Piece("learned", [], True, False), Piece(" tokens", [], True, False)]
+    console.print(as_text(legend, colour), "are what the drafter learns; the rest is context", end="\n\n")
+    for source, sample in samples:
+        console.print(Text(describe(source, sample), "bold"))
+        console.print(as_text(make_pieces(sample, tokenizer), colour), end="\n\n")
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --back: #fff; --text: #1f2328; --quiet: #59636e; --line: #d1d9e0;
+  --odd: #f3f4f6; --learned: #aceebb; --learned-odd: #d2f8da; --control: #8250df; }}
+@media (prefers-color-scheme: dark) {{ :root {{ --back: #0d1117; --text: #e6edf3; --quiet: #9198a1; --line: #3d444d;
+  --odd: #1c222b; --learned: #1a4d2b; --learned-odd: #23693a; --control: #d2a8ff; }} }}
+body {{ background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
+  margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1rem; margin: 2rem 0 .5rem; overflow-wrap: anywhere; }}
+h2 small, footer {{ color: var(--quiet); font-weight: normal; }}
+pre {{ border: 1px solid var(--line); border-radius: 6px; padding: 1rem; margin: 0; white-space: pre-wrap;
+  overflow-wrap: anywhere; font: 14px/1.7 ui-monospace, monospace; }}
+pre span {{ padding: .15em 0; }} pre span:nth-child(odd) {{ background: var(--odd); }}
+span.l {{ background: var(--learned) !important; border-bottom: 2px solid #2da44e; }}
+span.l:nth-child(odd) {{ background: var(--learned-odd) !important; }}
+span.c {{ color: var(--control); font-weight: 600; }}
+footer {{ white-space: pre-line; margin: 2rem 0; border-top: 1px solid var(--line); padding-top: 1rem; }}
+</style>
+<h1>{title}</h1>
+<p><span class="l">Learned tokens</span> are what the drafter learns; the rest is context.
+<span class="c">Control tokens</span> are bold. Point at a token for its id.</p>
+{samples}
+<footer>{report}</footer>
+</html>
+"""
+
+
+def as_page(samples: list[tuple[str, Sample]], tokenizer, report: DataReport) -> str:
+    """The samples as one HTML page that needs no other file."""
+    parts = []
+    for source, sample in samples:
+        name, _, figures = describe(source, sample).partition("  ")
+        spans = "".join(map(_span, make_pieces(sample, tokenizer)))
+        parts.append(f"<h2>{html.escape(name)} <small>{html.escape(figures)}</small></h2>\n<pre>{spans}</pre>")
+    footer = html.escape("\n".join(report.lines()))
+    return _PAGE.format(title="What training will see", samples="\n".join(parts), report=footer)
+
+
+def _span(piece: Piece) -> str:
+    classes = " ".join(["l"] * piece.is_learned + ["c"] * piece.is_control)
+    ids = " ".join(map(str, piece.token_ids))
+    return f'<span class="{classes}" title="{ids}">{html.escape(visible(piece.text))}</span>'
+
+
+def write_page(output: Path, page: str) -> None:
+    """Write the page whole or not at all."""
+    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    try:
+        partial.write_text(page, encoding="utf-8")
+        partial.replace(output)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `preview` command to the sub-parsers of `hyperdflash data`."""
+    parser = subparsers.add_parser(
+        "preview",
+        help="show which tokens of a data file are learned",
+        description="Show the first rows of a data file as training will see them, token by token.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL file, glob pattern, or Hub data set")
+    parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
+    parser.add_argument("--mode", choices=MODES, default="non-thinking")
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
+    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
+    parser.add_argument("--max-length", type=int, default=EncodingSettings.max_length, help="in tokens (default 3072)")
+    parser.add_argument("--num-samples", type=int, default=3, help="how many rows to show (default 3)")
+    parser.add_argument("--html", type=Path, metavar="OUT.html", help="write a page instead of printing")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status. Raises `ValueError` or `OSError` when there is nothing to show."""
+    if args.num_samples < 1:
+        raise ValueError(f"--num-samples must be at least 1, got {args.num_samples}")
+    if args.html is not None:
+        _check_output(args.html)
+    settings = EncodingSettings(args.mode, args.effort, args.generation, args.max_length)
+    rows = read_rows(args.files)
+    tokenizer = load_tokenizer(args.tokenizer)
+    check_tokenizer(tokenizer, settings)
+    report = DataReport()
+    samples = collect_samples(rows, tokenizer, settings, args.num_samples, report)
+    if not samples:
+        raise ValueError("no row can be trained on: " + "; ".join(line.strip() for line in report.lines()))
+    if args.html is None:
+        print_samples(samples, tokenizer)
+    else:
+        write_page(args.html, as_page(samples, tokenizer, report))
+        print(f"{args.html}: {len(samples)} samples")
+    print("of the rows read: " + "\n".join(report.lines()))
+    return 0
+
+
+def collect_samples(
+    rows: Iterator[tuple[str, dict | ValueError]], tokenizer, settings: EncodingSettings, num: int, report: DataReport
+) -> list[tuple[str, Sample]]:
+    """The first `num` rows that can be trained on; every row that was read is counted in `report`."""
+    samples = []
+    for source, row in rows:
+        sample, error = encode_or_error(row, tokenizer, settings)
+        report.add(source, sample.reason, error)
+        if not sample.reason:
+            samples.append((source, sample))
+        if len(samples) == num:
+            break
+    return samples
+
+
+def load_tokenizer(name: str):
+    """The tokenizer of a folder or Hub id. Raises an `OSError` of one line when there is none."""
+    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"no folder {name}")
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise OSError(f"no tokenizer can be loaded from {name}: {' '.join(str(error).split())}") from error
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix not in (".html", ".htm"):
+        raise ValueError(f"--html writes a page, whose name must end in .html, not {path}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"--html: no folder {path.parent}")

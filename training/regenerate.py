@@ -1,0 +1,485 @@
+"""Let the target write the answers that its drafter is trained on: `hyperdflash data regenerate FILE... --output OUT`.
+
+    hyperdflash data regenerate chats.jsonl --server http://localhost:8000 --model deepseek-ai/DeepSeek-V4-Flash \\
+        --tokenizer deepseek-ai/DeepSeek-V4-Flash --output answers.jsonl
+    hyperdflash data regenerate chats.jsonl --target examples/tiny/target --threads 1 --output answers.jsonl   # a CPU
+
+Every assistant turn that follows a user turn is written anew, later ones seeing the new answers; a conversation that
+ends with a user turn gets an answer. Other assistant turns have no header in the encoding and stay as they are. An
+answer cut by the length limit ends its conversation: no later turn would be asked after half an answer.
+
+A line of the output is one answer, with the very ids the model read and wrote, which training takes as they are:
+
+    {"messages": [...], "input_ids": [...], "loss_mask": [...], "mode", "effort", "generation",
+     "source": "chats.jsonl:12#1", "model", "temperature", "finish_reason": "stop" | "length",
+     "token_ids": "exact" | "re-encoded"}
+
+The same command goes on where an earlier run stopped or was killed. `OUT.failed.jsonl` holds the turns that got no
+answer in the last run, with the reason; the next one tries them again. `OUT.jsonl.settings.json` holds what answers
+depend on: a run with other settings is refused.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..generation.generate import DTYPES
+from .answers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
+from .data import hash_tokenizer
+from .rows import read_rows, to_messages
+
+# ---------------------------------------------------------------------------------------------------------- the input
+
+
+def answer_positions(messages: list[dict]) -> list[int]:
+    """Where answers are written: the assistant turns right after a user turn, and the end if a user turn is last."""
+    roles = [message["role"] for message in messages] + ["assistant"]
+    return [i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == ["user", "assistant"]]
+
+
+def read_conversation(row: dict | ValueError, encoding: dict) -> tuple[list[dict], dict]:
+    """A row's messages and its encoding: `encoding`, or the row's own mode and effort. Raises `ValueError` for a row
+    that holds no conversation, or one that the encoding cannot write or that nobody could answer."""
+    if isinstance(row, ValueError):
+        raise row
+    if row.get("input_ids") is not None and row.get("messages") is None:
+        raise ValueError("the row holds tokens only (input_ids): answers are written anew for messages")
+    messages = to_messages(row)
+    own = {name: row[name] for name in ("mode", "effort") if row.get(name) is not None}
+    encode_messages(messages, **encoding | own)
+    if not answer_positions(messages):
+        raise ValueError("the row has no user turn that an answer could follow")
+    return messages, encoding | own
+
+
+@dataclass
+class Input:
+    """What a first reading of all rows found.
+
+    Attributes:
+        num_turns (`int`): answers to be written.
+        sha256 (`str`): of the rows and their sources.
+    """
+
+    num_turns: int = 0
+    sha256: str = ""
+
+
+def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Input:
+    """Read every row once, before any work. Raises `ValueError` that names file and line of a bad row, unless they are
+    to be skipped, and for a file given twice; `OSError` for a missing one."""
+    found, digest, seen, last = Input(), hashlib.sha256(), set(), ("", 0)
+    for source, row in tqdm(read_rows(files), desc="Reading rows", unit=" rows", disable=None, leave=False):
+        digest.update(json.dumps([source, repr(row) if isinstance(row, ValueError) else row], default=str).encode())
+        name, _, number = source.rpartition(":")
+        if (name in seen) if name != last[0] else int(number) <= last[1]:
+            raise ValueError(f"{name} is given twice: each row is answered once")
+        seen.add(name)
+        last = name, int(number)
+        try:
+            found.num_turns += len(answer_positions(read_conversation(row, encoding)[0]))
+        except ValueError as error:
+            if not skip_bad_rows:
+                raise ValueError(f"{source}: {error} (mend or remove the row, or use --skip-bad-rows)") from error
+    if not found.num_turns:
+        raise ValueError("no row is left to be answered: every one is bad")
+    found.sha256 = digest.hexdigest()
+    return found
+
+
+def make_turn(source: str, number: int, messages: list[dict], encoding: dict, tokenizer, seed: int) -> Turn:
+    """The `number`-th re-written turn (from 1) of a conversation whose earlier answers are new already."""
+    position = answer_positions(messages)[number - 1]
+    ids, _ = encode_with_mask(messages[:position], tokenizer, add_generation_prompt=True, **encoding)
+    name = source.rpartition("/")[2]  # the same seed wherever the file lies
+    own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}#{number}".encode()).digest()[:4]) >> 1
+    return Turn(source, number, messages, position, encoding, ids, own_seed)
+
+
+# ---------------------------------------------------------------------------------------------------------- the output
+
+
+class Output:
+    """The rows written, those failed, and the settings they were written with.
+
+    Args:
+        path: a `.jsonl` file; another run of the same command may have begun it.
+        settings: everything that its rows depend on.
+
+    Attributes:
+        done (`dict[str, tuple[int, str, int]]`): by source, the number and finish reason of the last turn in the file,
+            and the byte where its row starts.
+    """
+
+    def __init__(self, path: str | Path, settings: dict):
+        self.path = Path(path)
+        self.failed_path = self.path.with_suffix(".failed.jsonl")
+        self.settings_path = self.path.with_name(self.path.name + ".settings.json")
+        self.settings = json.loads(json.dumps(settings))
+        self.done: dict[str, tuple[int, str, int]] = {}
+        self._failed = None
+
+    def check(self) -> None:
+        """Raises `ValueError` for another run's file, naming the settings that differ. Writes nothing."""
+        if not self._has_rows():
+            return
+        if not self.settings_path.is_file():
+            raise ValueError(f"{self.path} exists, but {self.settings_path.name} does not: choose another --output")
+        before = json.loads(self.settings_path.read_text(encoding="utf-8"))
+        names = [name for name in {**before, **self.settings} if before.get(name) != self.settings.get(name)]
+        if names:
+            short = [f"{n}={str(before.get(n))[:60]} (now {str(self.settings.get(n))[:60]})" for n in names]
+            raise ValueError(
+                f"{self.path} was begun with {', '.join(short)}: go on with these, or choose another --output"
+            )
+
+    def _has_rows(self) -> bool:
+        return self.path.exists() and self.path.stat().st_size > 0
+
+    def __enter__(self) -> "Output":
+        is_new = not self._has_rows()
+        self._file = self.path.open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
+        except BlockingIOError as error:
+            raise OSError(f"another run is writing to {self.path}") from error
+        if is_new:
+            partial = self.settings_path.with_name(self.settings_path.name + ".partial")
+            partial.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+            partial.replace(self.settings_path)
+        self.failed_path.unlink(missing_ok=True)
+        self._read_done()
+        return self
+
+    def __exit__(self, *exc) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._failed is not None:
+            self._failed.close()
+
+    def _read_done(self) -> None:
+        """Which turns are in the file; a last line that was only begun is cut off."""
+        end = 0
+        with self.path.open("r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    source, _, turn = row["source"].rpartition("#")
+                    self.done[source] = int(turn), row["finish_reason"], end
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{self.path}:{number} is broken; remove the line to write it anew") from error
+                end += len(line)
+            file.truncate(end)
+
+    def messages_of(self, source: str) -> list[dict]:
+        """The conversation up to its last turn in the file."""
+        with self.path.open("rb") as file:
+            file.seek(self.done[source][2])
+            return json.loads(file.readline())["messages"]
+
+    def write(self, row: dict) -> None:
+        """Append an answer."""
+        self._append(self._file, row)
+
+    def fail(self, row: dict) -> None:
+        """Append to the failed rows, whose file exists only if there are any."""
+        if self._failed is None:
+            self._failed = self.failed_path.open("ab")
+        self._append(self._failed, row)
+
+    @staticmethod
+    def _append(file, row: dict) -> None:
+        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        file.flush()
+
+
+# --------------------------------------------------------------------------------------------------------------- a run
+
+
+@dataclass
+class Report:
+    """What a run did: turns answered and failed (bad rows included), answers cut by the limit, later turns that were
+    not asked because of either, texts encoded again, tokens written, seconds."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    num_cut: int = 0
+    num_unasked: int = 0
+    num_re_encoded: int = 0
+    num_tokens: int = 0
+    num_done_before: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    def __str__(self) -> str:
+        parts = [f"{self.num_answered:,} answers of {self.num_tokens:,} tokens"]
+        parts += [f"{self.num_cut:,} cut by --max-new-tokens"] if self.num_cut else []
+        parts += [f"{self.num_re_encoded:,} encoded again from text"] if self.num_re_encoded else []
+        parts += [f"{self.num_failed:,} failed"] if self.num_failed else []
+        parts += [f"{self.num_unasked:,} later turns not asked after these"] if self.num_unasked else []
+        parts += [f"{self.num_done_before:,} were there before"] if self.num_done_before else []
+        return ", ".join(parts) + f"; {self.seconds:.0f} s, {self.tokens_per_second:,.0f} tokens/s"
+
+
+class _Run:
+    """One run over the rows: what is left to be asked, and what becomes of every answer."""
+
+    def __init__(self, files, encoding: dict, sampling: Sampling, tokenizer, output: Output, model: str):
+        self.files, self.encoding, self.sampling, self.tokenizer = files, encoding, sampling, tokenizer
+        self.output, self.model = output, model
+        self.report = Report(num_done_before=sum(done[0] for done in output.done.values()))
+
+    def turns(self) -> Iterator[Turn]:
+        """The first turn of every conversation that the output does not hold."""
+        for source, row in read_rows(self.files):
+            try:
+                messages, encoding = read_conversation(row, self.encoding)
+            except ValueError as error:
+                self.report.num_failed += 1
+                self.output.fail({"source": source, "reason": f"bad row: {error}"})
+                continue
+            number = 1
+            if source in self.output.done:
+                number, reason, _ = self.output.done[source]
+                new = self.output.messages_of(source)
+                messages = new + messages[len(new) :]
+                if self._is_over(messages, number, reason == "length"):
+                    continue
+                number += 1
+            yield make_turn(source, number, messages, encoding, self.tokenizer, self.sampling.seed)
+
+    def _is_over(self, messages: list[dict], number: int, is_broken_off: bool) -> bool:
+        """Whether turn `number` was the conversation's last; counts the turns that will not be asked."""
+        num_left = len(answer_positions(messages)) - number
+        if is_broken_off:
+            self.report.num_unasked += num_left
+        return is_broken_off or not num_left
+
+    def keep(self, turn: Turn, answer: Answer) -> Turn | None:
+        """Write an answer; returns the turn that follows it."""
+        messages = [*turn.prompt, answer.message]
+        is_cut = answer.finish_reason == "length"
+        self.output.write(
+            {
+                "messages": messages,
+                "input_ids": turn.prompt_ids + answer.input_ids,
+                "loss_mask": [0] * len(turn.prompt_ids) + [1] * len(answer.input_ids),
+                **turn.encoding,
+                "source": f"{turn.source}#{turn.number}",
+                "model": self.model,
+                "temperature": self.sampling.temperature,
+                "finish_reason": answer.finish_reason,
+                "token_ids": answer.token_ids,
+            }
+        )
+        self.report.num_answered += 1
+        self.report.num_tokens += len(answer.input_ids)
+        self.report.num_cut += is_cut
+        self.report.num_re_encoded += answer.token_ids == "re-encoded"
+        messages += turn.messages[turn.position + 1 :]
+        if self._is_over(messages, turn.number, is_cut):
+            return None
+        seed = self.sampling.seed
+        return make_turn(turn.source, turn.number + 1, messages, turn.encoding, self.tokenizer, seed)
+
+    def fail(self, turn: Turn, error: AnswerError) -> None:
+        """Write a turn without an answer to the failed rows, as a row that can be asked again."""
+        self.report.num_failed += 1
+        self._is_over(turn.messages, turn.number, True)
+        source = f"{turn.source}#{turn.number}"
+        self.output.fail({"source": source, "reason": str(error), "messages": turn.prompt, **turn.encoding})
+
+
+def regenerate(
+    files: list[str],
+    output: str | Path,
+    writer: TargetWriter | ServerWriter,
+    tokenizer,
+    *,
+    mode: str = "non-thinking",
+    effort: str | None = None,
+    generation: str = "preview",
+    sampling: Sampling = Sampling(),  # noqa: B008  a named tuple
+    skip_bad_rows: bool = False,
+) -> Report:
+    """Write the answers to the conversations of `files` anew, into `output`; see this file's docstring.
+
+    Args:
+        files: as in `read_rows`. A row's own `mode` and `effort` win over the arguments.
+        output: a `.jsonl` file in a folder that exists.
+        writer: who answers.
+        tokenizer: of the target.
+        mode, effort, generation: of the encoding.
+        sampling: limit, temperature, nucleus and seed of the answers.
+        skip_bad_rows: count rows that cannot be used as failed, rather than stop at the first before any work.
+
+    Raises:
+        ValueError: for bad rows, settings, or an output begun with other settings.
+        OSError: for missing files, an output that cannot be written, a server that is not there or goes away.
+    """
+    check_paths(files, output)
+    encoding = {"mode": mode, "effort": effort, "generation": generation}
+    encode_with_mask([{"role": "user", "content": ""}], tokenizer, **encoding)  # a tokenizer without control tokens
+    found = inspect_input(files, encoding, skip_bad_rows)
+    hashes = {"data_sha256": found.sha256, "tokenizer_sha256": hash_tokenizer(tokenizer)}
+    out = Output(output, {**writer.identity, **encoding, **sampling._asdict(), **hashes})
+    out.check()
+    writer.load()
+    with out:
+        run = _Run(files, encoding, sampling, tokenizer, out, writer.name)
+        _answer_all(run, writer, found.num_turns)
+    return run.report
+
+
+def _answer_all(run: _Run, writer: TargetWriter | ServerWriter, num_turns: int) -> None:
+    report, start = run.report, time.perf_counter()
+    queue = TurnQueue(run.turns())
+    with tqdm(total=num_turns, initial=report.num_done_before, desc="Answers", unit=" turns", disable=None) as bar:
+        for turn, result in writer.answers(queue, run.tokenizer, run.sampling):
+            if isinstance(result, AnswerError):
+                run.fail(turn, result)
+            elif (following := run.keep(turn, result)) is not None:
+                queue.push(following)
+            report.seconds = time.perf_counter() - start
+            bar.total = num_turns - report.num_unasked
+            bar.set_postfix_str(f"{report.tokens_per_second:,.0f} tokens/s, {report.num_failed} failed", refresh=False)
+            bar.update()
+
+
+def check_paths(files: list[str], output: str | Path) -> None:
+    """Raises `ValueError` or `OSError` for an output that cannot be one."""
+    output = Path(output)
+    if output.suffix != ".jsonl":
+        raise ValueError(f"--output {output} must be a .jsonl file")
+    if output.is_dir():
+        raise IsADirectoryError(f"--output {output} is a folder: name a .jsonl file in it")
+    if not output.parent.is_dir():
+        raise FileNotFoundError(f"no folder {output.parent} to write {output.name} in")
+    if not os.access(output.parent, os.W_OK):
+        raise PermissionError(f"the folder {output.parent} cannot be written to")
+    for file in files:
+        with suppress(OSError):
+            if Path(file).exists() and output.resolve() == Path(file).resolve():
+                raise ValueError(f"--output {output} is one of the input files")
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+_TARGET_OPTIONS = ("target_revision", "dtype", "device_map", "batch_size", "threads")
+_SERVER_OPTIONS = ("model", "concurrency", "retries", "timeout", "api_key_env")
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `regenerate` command to the sub-parsers of `data`."""
+    parser = subparsers.add_parser(
+        "regenerate",
+        help="let the target write the answers of a data set anew",
+        description="Let the target write the answers of a data set anew. The same command goes on after a stop.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines, patterns, or ids of Hub data sets")
+    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--target", help="folder or Hub id of the DeepSeek-V4, to be run here")
+    source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, e.g. vLLM's http://localhost:8000")
+    parser.add_argument("--tokenizer", help="folder or Hub id (default: the target's)")
+    parser.add_argument("--mode", choices=MODES, default="non-thinking", help="a row's own mode wins")
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode; a row's own effort wins")
+    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
+    parser.add_argument("--max-new-tokens", type=int, default=2048)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--skip-bad-rows", action="store_true", help="count them as failed, rather than stop")
+    here = parser.add_argument_group("with --target")
+    here.add_argument("--target-revision")
+    here.add_argument("--dtype", choices=DTYPES, help="default auto")
+    here.add_argument("--device-map", help="as in transformers, e.g. auto")
+    here.add_argument("--batch-size", type=int, help="rows decoded together (default 32)")
+    here.add_argument("--threads", type=int, help="torch threads on the CPU")
+    there = parser.add_argument_group("with --server")
+    there.add_argument("--model", help="the name that the server has for the target")
+    there.add_argument("--concurrency", type=int, help="requests at the same time (default 32)")
+    there.add_argument("--retries", type=int, help="further tries of a request (default 5)")
+    there.add_argument("--timeout", type=float, help="seconds to wait for an answer (default 600)")
+    there.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's key")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns 1 if there were answers to write and none could be had, else 0."""
+    sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
+    _check(args)
+    check_paths(args.files, args.output)
+    tokenizer_revision = args.target_revision if args.tokenizer is None else None
+    writer = _make_writer(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target, revision=tokenizer_revision)
+    report = regenerate(
+        args.files,
+        args.output,
+        writer,
+        tokenizer,
+        mode=args.mode,
+        effort=args.effort,
+        generation=args.generation,
+        sampling=sampling,
+        skip_bad_rows=args.skip_bad_rows,
+    )
+    print(f"{args.output}: {report}")
+    if report.num_failed:
+        print(f"reasons of the failures: {args.output.with_suffix('.failed.jsonl')}")
+    return int(report.num_failed > 0 and report.num_answered + report.num_done_before == 0)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for options out of their range, or of the other kind of writer."""
+    for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("threads", 1), ("concurrency", 1), ("retries", 0)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"{_option(name)} must be at least {least}, got {value}")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
+    foreign = _TARGET_OPTIONS if args.server else _SERVER_OPTIONS
+    for name in foreign:
+        if getattr(args, name) is not None:
+            raise ValueError(f"{_option(name)} goes with {'--target' if args.server else '--server'}")
+    if args.server and not (args.model and args.tokenizer):
+        raise ValueError("--server needs --model, its name there, and --tokenizer, a folder or Hub id")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _make_writer(args: argparse.Namespace) -> TargetWriter | ServerWriter:
+    names = ("concurrency", "retries", "timeout") if args.server else ("batch_size", "dtype", "device_map")
+    options = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if args.server:
+        if args.api_key_env is not None:
+            if args.api_key_env not in os.environ:
+                raise ValueError(f"--api-key-env: there is no environment variable {args.api_key_env}")
+            options["api_key"] = os.environ[args.api_key_env]
+        return ServerWriter(args.server, args.model, **options)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return TargetWriter(args.target, args.target_revision, **options)

@@ -1,0 +1,168 @@
+"""What training needs of the target: its residuals, and the frozen parts around them.
+
+Legend: B batch, T sequence, m residual paths, D hidden, V vocabulary, L tapped layers.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import nn
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead, DeepseekV4RMSNorm
+
+from ..configuration_hyperdflash import HyperDFlashConfig
+from ..generation_hyperdflash import ResidualTap
+from ..pairing_hyperdflash import fingerprint_rows
+from .files import write_atomically
+
+HEAD_FILE, HEAD_CONFIG_FILE = "head.safetensors", "head.json"
+
+
+class Features(NamedTuple):
+    """The target's side of a batch.
+
+    Attributes:
+        context_hidden_states (`torch.Tensor` of shape `(B, T, m, L * D)`): what the drafter reads. For
+            `context_source="hidden_layers"` the paths are averaged already, `(B, T, 1, L * D)`.
+        residual (`torch.Tensor` of shape `(B, T, m, D)`): the final residual, which the teacher reads; the same tensor
+            for `context_source="pre_hc_head"`.
+    """
+
+    context_hidden_states: torch.Tensor
+    residual: torch.Tensor
+
+
+class TargetHead:
+    """The target's embedding, LM head, final norm and hc_head: frozen, and never part of what is trained.
+
+    Attributes:
+        config (`DeepseekV4Config`): the target's.
+        lm_head (`torch.Tensor` of shape `(V, D)`): weight of the LM head.
+    """
+
+    def __init__(self, config: DeepseekV4Config, embedding, lm_head, norm: nn.Module, hc_head: nn.Module):
+        self.config, self.embedding, self.lm_head, self.norm, self.hc_head = config, embedding, lm_head, norm, hc_head
+
+    @classmethod
+    def from_target(cls, target: DeepseekV4ForCausalLM) -> "TargetHead":
+        """Of a loaded target, whose tensors are shared."""
+        model = target.model
+        head = target.lm_head
+        embedding = model.embed_tokens.weight
+        return cls(target.config, embedding.detach(), head.weight.detach(), model.norm, model.hc_head)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> "TargetHead":
+        """What `save` wrote. Raises `ValueError` for tensors that are not those whose hash was stored, `OSError` for a
+        missing file."""
+        folder = Path(folder)
+        try:
+            facts = json.loads((folder / HEAD_CONFIG_FILE).read_text())
+            tensors = load_file(folder / HEAD_FILE)
+        except (json.JSONDecodeError, SafetensorError) as error:
+            raise ValueError(f"{folder}: {HEAD_FILE} or {HEAD_CONFIG_FILE} cannot be read: {error}") from error
+        config = DeepseekV4Config.from_dict(facts["config"])
+        norm, hc_head = DeepseekV4RMSNorm(config.hidden_size, config.rms_norm_eps), DeepseekV4HyperHead(config)
+        norm.weight.data = tensors["norm.weight"]
+        for name in ("hc_fn", "hc_base", "hc_scale"):
+            getattr(hc_head, name).data = tensors[f"hc_head.{name}"]
+        lm_head = tensors.get("lm_head.weight", tensors["embed_tokens.weight"])
+        head = cls(config, tensors["embed_tokens.weight"], lm_head, norm, hc_head)
+        if head.sha256 != facts["sha256"]:
+            raise ValueError(f"{folder / HEAD_FILE} is not what its hash in {HEAD_CONFIG_FILE} says: write it again")
+        return head
+
+    def save(self, folder: str | Path) -> None:
+        """Write `head.safetensors` and `head.json`, each whole or not at all."""
+        facts = {"sha256": self.sha256, "config": self.config.to_dict()}
+        write_atomically(Path(folder) / HEAD_FILE, save(self.tensors()))
+        write_atomically(Path(folder) / HEAD_CONFIG_FILE, (json.dumps(facts, indent=2) + "\n").encode())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything by name, on the CPU; a tied LM head is left out."""
+        tensors = {
+            "embed_tokens.weight": self.embedding,
+            "norm.weight": self.norm.weight,
+            **{f"hc_head.{name}": getattr(self.hc_head, name) for name in ("hc_fn", "hc_base", "hc_scale")},
+        }
+        if self.lm_head.data_ptr() != self.embedding.data_ptr():
+            tensors["lm_head.weight"] = self.lm_head
+        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+    @property
+    def sha256(self) -> str:
+        """Over names, dtypes, shapes and bytes of all tensors."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.tensors().items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def identity(self) -> dict[str, torch.Tensor]:
+        """The tensors that a drafter inherits and is identified by, under their official names."""
+        return {
+            **{f"hc_head_{name[3:]}": getattr(self.hc_head, name) for name in ("hc_fn", "hc_base", "hc_scale")},
+            "norm.weight": self.norm.weight,
+            "embed.weight": self.embedding[fingerprint_rows(len(self.embedding)).to(self.embedding.device)],
+        }
+
+    def to(self, device) -> "TargetHead":
+        """Move everything to one device."""
+        self.embedding, self.lm_head = self.embedding.to(device), self.lm_head.to(device)
+        self.norm, self.hc_head = self.norm.to(device), self.hc_head.to(device)
+        return self
+
+    def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
+        """`(..., )` -> `(..., D)`."""
+        return nn.functional.embedding(input_ids, self.embedding)
+
+    @torch.no_grad()
+    def teacher_hidden(self, residual: torch.Tensor, kind: str) -> torch.Tensor:
+        """The normed state that the LM head turns into the teacher's logits, `(B, T, m, D)` -> `(B, T, D)`.
+
+        `"mean_pool"` averages the paths, which the paper's implementation does (section 2.3); `"hc_head"` collapses
+        them as the target does, so its logits are the target's own.
+        """
+        with torch.autocast(residual.device.type, enabled=False):
+            residual = residual.float()
+            return self.norm(residual.mean(2) if kind == "mean_pool" else self.hc_head(residual))
+
+
+class OnlineFeatures:
+    """Residuals from the target itself, run in every step: in eval mode, without autograd, at its own precision."""
+
+    def __init__(self, target: DeepseekV4ForCausalLM, config: HyperDFlashConfig):
+        self.target, self.config = target, config
+        self.head = TargetHead.from_target(target)
+
+    @torch.no_grad()
+    def __call__(self, batch: dict) -> Features:
+        """Features of `batch["input_ids"]` `(B, T)`, padded on the right: nothing of the padding reaches a token."""
+        target = self.target
+        was_training = {module: module.training for module in target.modules()}
+        target.eval()
+        try:
+            with (
+                ResidualTap(target, self.config) as tap,
+                ResidualTap(target, _FINAL) as final,
+                torch.autocast(target.device.type, enabled=False),
+            ):
+                target.model(batch["input_ids"].to(target.device), use_cache=False)
+                context, residual = tap.take(), final.take()
+        finally:
+            for module, training in was_training.items():
+                module.training = training
+        if self.config.context_source == "pre_hc_head":
+            return Features(residual, residual)
+        return Features(context.mean(2, keepdim=True), residual)
+
+
+class _FINAL:
+    """The tap's configuration for the final residual."""
+
+    context_source = "pre_hc_head"

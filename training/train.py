@@ -1,0 +1,429 @@
+"""`hyperdflash train RECIPE.yaml [key=value ...]`: a drafter from data to a Hub folder.
+
+    hyperdflash train training/recipes/tiny_stage1.yaml                          # two cores, the tiny world
+    hyperdflash train training/recipes/tiny_stage1.yaml --dry-run                # the plan, and one step
+    hyperdflash train training/recipes/tiny_stage1.yaml resume_from_checkpoint=true
+    accelerate launch --num_processes 8 -m hyperdflash train training/recipes/stage1.yaml
+
+`output_dir` gets the Trainer's checkpoints, the resolved recipe, and at the end `final/`, which is ready for
+`hf upload`.
+"""
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import yaml
+from huggingface_hub import HfApi
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+from ..generation.generate import load_target
+from ..generation.init import drafter_config, new_drafter, written_whole
+from ..modeling_hyperdflash import HyperDFlashModel
+from ..pairing_hyperdflash import fingerprint_differences, target_fingerprint
+from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
+from .batches import SampleDataset
+from .card import check_installed, check_matplotlib, list_checkpoints, read_state
+from .data import DataReport, hash_data, load_data_with_report
+from .export import BASE_FOLDER, export_drafter
+from .features import OfflineFeatures, feature_settings, tapped_config
+from .files import write_atomically
+from .rows import resolve
+from .target import OnlineFeatures, TargetHead
+from .trainer import HyperDFlashTrainer, Stopwatch
+
+logger = logging.get_logger(__name__)
+
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RUN_FILE, RECIPE_FILE, COMMAND_FILE, FINAL = "run.json", "recipe.yaml", "command.txt", "final"
+# What a run cannot change on the way: its checkpoints would belong to something else.
+FIXED = ("target", "init_from", "drafter", "lora", "data_sha256", "seed")
+# Settings that the card shows even where they are the defaults.
+SHOWN = (
+    *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
+)
+
+
+@dataclass
+class Parts:
+    """Everything that a trainer is made of, and the facts about the run for its card."""
+
+    drafter: HyperDFlashModel
+    features: OnlineFeatures | OfflineFeatures
+    target: DeepseekV4ForCausalLM | None
+    train_dataset: SampleDataset
+    eval_dataset: SampleDataset | None
+    facts: dict
+
+
+def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = False) -> Path | None:
+    """Run a recipe's values; returns the Hub folder, or None after a dry run.
+
+    Raises `RecipeError`, `ValueError` and `OSError` before any work where something is wrong with what it was given.
+    """
+    args = HyperDFlashTrainingArguments(**values)
+    check_output(args)
+    push, args.push_to_hub = args.push_to_hub, False  # the library would push checkpoints; we push the result
+    if push:
+        HfApi(token=args.hub_token).whoami()
+    if not dry_run:
+        check_matplotlib()  # the card's picture, after the last step
+    parts = prepare(args)
+    if dry_run:
+        return print_plan(args, parts)
+    output = Path(args.output_dir)
+    checkpoint = resume_point(args, parts.facts)
+    if args.should_save:
+        write_run_files(output, args, values, command, parts)
+    trainer = make_trainer(args, parts)
+    parts.facts["num_trainable_parameters"] = count_trainable(trainer.model)
+    if profile:
+        trainer.stopwatch = Stopwatch(args.device)
+    with trainer._timed("run"):
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    if profile and args.should_save:
+        print_profile(trainer.stopwatch.seconds)
+    if args.save_strategy == "no":
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    final = output / FINAL
+    if args.should_save:
+        parts.facts["finished"] = True
+        write_facts(output, parts.facts)
+        export_drafter(output, final, run_dir=output, overwrite=True)
+        if push:
+            publish(final, args)
+    trainer.accelerator.wait_for_everyone()
+    return final
+
+
+# ------------------------------------------------------------------------------------------------------------- parts
+
+
+def prepare(args: HyperDFlashTrainingArguments) -> Parts:
+    """Load data, target or features, and the drafter; every check that needs no training step is made here."""
+    revision = args.target_revision
+    tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
+    train_rows, report = load_rows(args, args.train_data, tokenizer)
+    eval_rows = load_rows(args, args.eval_data, tokenizer)[0] if args.eval_data else None
+    target = None
+    if args.features == "online" or args.eval_decode_prompts:
+        target, _ = load_target(args.target, revision, args.target_dtype)
+        target.requires_grad_(False).to(args.device)
+    stored = eval_stored = None
+    if args.features == "offline":
+        config = tapped_config(args)
+        stored = OfflineFeatures(args.features_dir, feature_settings(args, train_rows, tokenizer, config))
+        if eval_rows is not None:
+            settings = feature_settings(args, eval_rows, tokenizer, config, "eval")
+            eval_stored = OfflineFeatures(args.features_dir, settings, "eval")
+    head = stored.head if stored else TargetHead.from_target(target)
+    drafter = make_drafter(args, head)
+    drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
+    return Parts(
+        drafter=drafter,
+        features=stored or OnlineFeatures(target, drafter.config),
+        target=target,
+        train_dataset=SampleDataset(train_rows, stored),
+        eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
+        facts=run_facts(args, train_rows, report, drafter, head),
+    )
+
+
+def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
+    """Rows and what was left out of them, said once; the first process reads, the others take its cache."""
+    with args.main_process_first(desc="data"):
+        rows, report = load_data_with_report(
+            files,
+            tokenizer,
+            mode=args.mode,
+            effort=args.effort,
+            generation=args.generation,
+            max_length=args.max_length,
+            skip_bad_rows=args.skip_bad_rows,
+        )
+    if args.should_log:
+        print("\n".join(report.lines()), flush=True)
+    return rows, report
+
+
+def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperDFlashModel:
+    """A new drafter, or `init_from`'s weights, in fp32: the masters of mixed precision."""
+    if args.init_from:
+        drafter = HyperDFlashModel.from_pretrained(args.init_from, dtype=torch.float32)
+        check_drafter(drafter.config, head, args.init_from)
+        logger.info(f"weights of {args.init_from}; optimizer and schedule start anew")
+    else:
+        options = {name: value for name, value in args.drafter.items() if name != "seed"}
+        config = drafter_config(head.config, **options)
+        drafter = new_drafter(config, head.identity(), args.drafter.get("seed", args.seed))
+    if drafter.config.block_size < 2:
+        raise ValueError(f"block_size {drafter.config.block_size} leaves no slot to train: it counts the anchor")
+    drafter.config.target_name_or_path = target_name(args.target)
+    drafter.config.target_revision = getattr(head.config, "_commit_hash", None) or args.target_revision
+    drafter.config.target_fingerprint = target_fingerprint(head.identity())
+    on_gpu = args.device.type == "cuda"
+    drafter.set_attn_implementation("flex_attention" if on_gpu else "sdpa")
+    return drafter
+
+
+def check_drafter(config, head: TargetHead, name: str) -> None:
+    """Raises `ValueError` for a drafter of other shapes than the target's; says where its target had other weights."""
+    target = head.config
+    for what, ours, theirs in (
+        ("vocabulary", config.vocab_size, target.vocab_size),
+        ("target hidden size", config.target_hidden_size, target.hidden_size),
+        ("hc_mult", config.hc_mult, target.hc_mult),
+        ("number of target layers", config.target_num_hidden_layers, target.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(f"init_from {name} was made for a {what} of {ours}, but the target has {theirs}")
+    for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
+        logger.warning(f"init_from {name} was trained for other weights: {line}")
+
+
+def with_lora(drafter: HyperDFlashModel, options: dict):
+    """The drafter with low-rank adapters on its projections; reducer and gate are trained whole."""
+    check_installed("peft", "lora")
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": ["reducer"]})
+    except TypeError as error:
+        raise RecipeError(f"lora: {error}; it takes the arguments of peft's LoraConfig") from error
+    return get_peft_model(drafter, config)
+
+
+def target_name(target: str) -> str:
+    """The Hub id, or a folder's own name."""
+    folder = Path(target).expanduser()
+    return folder.resolve().name if folder.is_dir() else target
+
+
+def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
+    return HyperDFlashTrainer(
+        parts.drafter if args.lora is None else with_lora(parts.drafter, args.lora),
+        args,
+        features=parts.features,
+        train_dataset=parts.train_dataset,
+        eval_dataset=parts.eval_dataset,
+        target=parts.target,
+    )
+
+
+# --------------------------------------------------------------------------------------------------- folder and files
+
+
+def check_output(args: HyperDFlashTrainingArguments) -> None:
+    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with."""
+    output = Path(args.output_dir)
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"output_dir {output} is a file")
+    if output.is_dir() and any(output.iterdir()) and not args.resume_from_checkpoint and args.should_save:
+        raise FileExistsError(
+            f"output_dir {output} is not empty: go on with resume_from_checkpoint=true, choose another, or remove it"
+        )
+    if args.eval_strategy != "no" and not args.eval_data:
+        raise RecipeError(f"eval_strategy {args.eval_strategy.value} needs eval_data")
+
+
+def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None:
+    """The checkpoint to go on from, or None. Raises `ValueError` where the run was another one.
+
+    Folders of checkpoints that were being written when a run was killed are removed.
+    """
+    resume = args.resume_from_checkpoint
+    if not resume:
+        return None
+    if isinstance(resume, str):
+        if not (Path(resume) / "trainer_state.json").is_file():
+            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no checkpoint of a Trainer")
+        return Path(resume)
+    output = Path(args.output_dir)
+    recorded = output / RUN_FILE
+    if recorded.is_file():
+        before = json.loads(recorded.read_text())["fixed"]
+        for name, value in facts["fixed"].items():
+            if before[name] != value:
+                raise ValueError(
+                    f"{output} was trained with {name} {before[name]!r}, now it is {value!r}: a run cannot change it "
+                    "on the way; choose another output_dir (init_from takes over the weights)"
+                )
+    complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
+    if args.should_save:
+        for folder in set(list_checkpoints(output)) - set(complete):
+            logger.warning(f"{folder} was not written to its end: removed")
+            shutil.rmtree(folder)
+    if not complete:
+        logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
+    return complete[-1] if complete else None
+
+
+def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict:
+    """What the card and a later resume need to know."""
+    data_sha256 = hash_data(rows)
+    return {
+        "target": drafter.config.target_name_or_path,
+        "target_revision": drafter.config.target_revision,
+        **{
+            name: [{"file": origin.name, "sha256": origin.scan()[2]} for origin in resolve(getattr(args, name))]
+            for name in ("train_data", "eval_data")
+        },
+        "data_report": report.lines(),
+        "num_samples": len(rows),
+        "num_tokens": int(sum(rows["length"])),
+        "mode": args.mode,
+        "effort": args.effort,
+        "generation": args.generation,
+        "num_parameters": drafter.num_parameters(),
+        "num_trainable_parameters": None,  # known when adapters are there
+        "block_size": drafter.config.block_size,
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
+        "fixed": {
+            "target": head.sha256,
+            "init_from": args.init_from,
+            "drafter": args.drafter,
+            "lora": args.lora,
+            "data_sha256": data_sha256,
+            "seed": args.seed,
+        },
+        "finished": False,
+    }
+
+
+def write_run_files(output: Path, args, values: dict, command: str, parts: Parts) -> None:
+    """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
+    output.mkdir(parents=True, exist_ok=True)
+    shown = {name: getattr(args, name) for name in SHOWN} | values
+    shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
+    write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
+    write_atomically(output / COMMAND_FILE, (command + "\n").encode())
+    write_facts(output, parts.facts)
+    if args.lora is not None and not (output / BASE_FOLDER).exists():
+        with written_whole(output / BASE_FOLDER) as folder:
+            parts.drafter.save_pretrained(folder)
+
+
+def write_facts(output: Path, facts: dict) -> None:
+    write_atomically(output / RUN_FILE, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def count_trainable(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def publish(folder: Path, args: HyperDFlashTrainingArguments) -> None:
+    """Upload the result to `hub_model_id`, by default the output folder's name."""
+    api = HfApi(token=args.hub_token)
+    repo = api.create_repo(
+        args.hub_model_id or Path(args.output_dir).resolve().name, private=args.hub_private_repo, exist_ok=True
+    )
+    api.upload_folder(repo_id=repo.repo_id, folder_path=folder, commit_message="HyperDFlash drafter")
+    print(f"published {repo.repo_id}")
+
+
+# ---------------------------------------------------------------------------------------------------- plan and profile
+
+
+def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
+    """What the run would take, then one step of it in a folder of its own."""
+    model = make_trainer(args, parts).model
+    trainable = count_trainable(model)
+    frozen = sum(p.numel() for p in model.parameters()) - trainable
+    head, config = parts.features.head, parts.features.head.config
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps_an_epoch = -(-len(parts.train_dataset) // samples)
+    steps = args.max_steps if args.max_steps > 0 else int(-(-steps_an_epoch * args.num_train_epochs // 1))
+    tokens = parts.facts["num_tokens"]
+    width = config.hc_mult * config.hidden_size
+    batch = args.per_device_train_batch_size * args.max_length * width
+    gib = {
+        "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,
+        "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors().values()),
+        "features of a batch": batch * (2 if args.features == "offline" else 4),
+        "logits of a chunk, and what is made of them": args.loss_chunk_size * config.vocab_size * 4 * 4,
+    }
+    if parts.target is not None:
+        gib["the target"] = sum(p.numel() * p.element_size() for p in parts.target.parameters())
+    kept = args.save_total_limit or max(
+        1, int(steps // args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps)
+    )
+    if args.should_log:
+        print(f"steps     {steps:,} of {samples} samples, {steps_an_epoch:,} an epoch")
+        print(f"tokens    {tokens:,} an epoch, {tokens * steps // steps_an_epoch:,} in all")
+        print(f"drafter   {trainable:,} parameters to train, {frozen:,} frozen")
+        for what, size in gib.items():
+            print(f"memory    {size / 2**30:8.2f} GiB  {what}")
+        print("memory    activations come on top: see the step below")
+        print(f"disk      {kept * (trainable * 12 + frozen * 4) / 2**30:8.2f} GiB  {kept} checkpoints")
+        if args.features == "offline":
+            print(f"disk      {tokens * width * 2 / 2**30:8.2f} GiB  features, in {args.features_dir}")
+    with tempfile.TemporaryDirectory() as folder:
+        args.output_dir, args.max_steps = folder, 1
+        args.save_strategy = args.eval_strategy = "no"
+        args.load_best_model_at_end, args.report_to, args.logging_steps = False, [], 1
+        trainer = make_trainer(args, parts)
+        trainer.stopwatch = Stopwatch(args.device)
+        trainer.train()
+        seconds = trainer.stopwatch.seconds["step"]
+    if args.should_log:
+        left = seconds * args.gradient_accumulation_steps * steps
+        print(f"time      {left / 3600:.1f} hours by this first step, which is the slowest")
+        if args.device.type == "cuda":
+            print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
+
+
+def print_profile(seconds: dict[str, float]) -> None:
+    """Shares of the run: the drafter's is what a step takes besides target and loss."""
+    total = seconds["run"]
+    target, loss, data = (seconds.get(part, 0.0) for part in ("target", "loss", "data"))
+    shares = {
+        "target": target,
+        "loss": loss,
+        "drafter, forward and backward": seconds["step"] - target - loss,
+        "data": data,
+        "optimizer, evaluation, checkpoints": total - seconds["step"] - data,
+    }
+    print(f"profile   {total:.1f} s in all")
+    for part, spent in shares.items():
+        print(f"profile   {spent / total:6.1%}  {part}")
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "train",
+        help="train a drafter from a recipe",
+        description="Train a drafter as a recipe says. key=value overrides the recipe.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan, run one step, write nothing")
+    parser.add_argument("--profile", action="store_true", help="print where the time went")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns the exit status, 2 for a recipe that cannot be run as it is written."""
+    command = shlex.join(["hyperdflash", "train", args.recipe, *args.overrides])
+    try:
+        values = recipe_values(args.recipe, args.overrides)
+        final = train(values, command=command, dry_run=args.dry_run, profile=args.profile)
+    except RecipeError as error:
+        print(f"hyperdflash train: {error}", file=sys.stderr)
+        return 2
+    if final is not None:
+        print(f"{final}: ready for `hf upload`")
+    return 0

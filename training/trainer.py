@@ -1,0 +1,312 @@
+"""HyperDFlashTrainer: transformers' `Trainer` with the drafter's loss.
+
+What the library cannot know is done here: denominators are counted over the whole accumulation window and all
+processes before its first forward, so gradients do not depend on how a batch is cut; anchors come from seed, step and
+sample, so a resumed run draws what the uninterrupted one would have.
+
+Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden.
+"""
+
+import contextlib
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel, Trainer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
+
+from .arguments import HyperDFlashTrainingArguments
+from .batches import EpochSampler, SampleDataset, collate
+from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks
+from .losses import drafter_loss
+from .metrics import slot_sums, summarize
+from .progress import StepLog
+from .target import Features
+
+logger = logging.get_logger(__name__)
+
+EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
+
+
+class HyperDFlashTrainer(Trainer):
+    """Trains a [`HyperDFlashModel`], or a `PeftModel` of one.
+
+    Args:
+        model: the drafter, in fp32; nothing of the target is part of it.
+        args (`HyperDFlashTrainingArguments`)
+        features (`OnlineFeatures` or `OfflineFeatures`): the target's side of every batch.
+        train_dataset, eval_dataset (`SampleDataset`)
+        target (`DeepseekV4ForCausalLM`, *optional*): needed for `eval_decode_prompts`.
+
+    Raises `ValueError` when a loss is not finite, naming the samples.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model,
+        args: HyperDFlashTrainingArguments,
+        *,
+        features,
+        train_dataset: SampleDataset,
+        eval_dataset: SampleDataset | None = None,
+        target: DeepseekV4ForCausalLM | None = None,
+        **kwargs,
+    ):
+        super().__init__(
+            model,
+            args,
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            compute_metrics=self._summarize_predictions,
+            **kwargs,
+        )
+        if args.eval_decode_prompts and target is None:
+            raise ValueError("eval_decode_prompts decodes with the target: pass target=")
+        if args.eval_decode_prompts and self.is_fsdp_enabled:
+            raise ValueError("eval_decode_prompts needs the whole drafter in one process: set it to 0 under FSDP")
+        self.features, self.decode_target = features, target
+        self.head = features.head.to(args.device)
+        self.drafter_config = self._drafter.config
+        self.num_kl_slots = min(args.kl_num_slots, self.drafter_config.block_size - 1)
+        self.stopwatch: Stopwatch | None = None
+        self._start_window()
+        self.remove_callback(PrinterCallback)
+        self.remove_callback(ProgressCallback)
+        self.add_callback(StepLog())
+
+    @property
+    def _drafter(self):
+        """The drafter itself, without the wrappers of compilation, processes and peft."""
+        model = self.accelerator.unwrap_model(self.model)
+        return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+
+    # ------------------------------------------------------------------------------------------------------- batches
+
+    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
+        args = self.args
+        self._sampler = EpochSampler(
+            self.train_dataset.rows["length"],
+            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            args.seed if args.data_seed is None else args.data_seed,
+            group_by_length=args.train_sampling_strategy == "group_by_length",
+        )
+        return self._sampler
+
+    def _run_epoch(self, *, epoch: int, **kwargs):
+        self._sampler.set_epoch(epoch)  # the library does not reach it behind every wrapper that resuming adds
+        return super()._run_epoch(epoch=epoch, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The micro-batches of one optimizer step with their blocks, and the valid slots of all of them, `(S,)`."""
+        with self._timed("data"):
+            batches = []
+            for _ in range(num_batches):
+                batch = next(epoch_iterator, None)
+                if batch is not None:
+                    batches.append(self._add_blocks(batch, self.state.global_step))
+            counts = sum((batch["blocks"]["labels"] != -100).sum((0, 1)) for batch in batches)
+            return batches, self.accelerator.reduce(counts.to(device), "sum")
+
+    def _add_blocks(self, batch: dict, step: int) -> dict:
+        config, args = self.drafter_config, self.args
+        input_ids, loss_mask = batch["input_ids"].cpu(), batch["loss_mask"].cpu()
+        seeds = [anchor_seed(args.seed, step, sample_id) for sample_id in batch["sample_ids"].tolist()]
+        anchors = draw_anchors(loss_mask, args.num_anchors, seeds)
+        context_length = None
+        if config._attn_implementation == "flex_attention":  # compiled for one shape
+            anchors = F.pad(anchors, (0, args.num_anchors - anchors.shape[1]), value=-1)
+            context_length = args.max_length
+        blocks = make_blocks(
+            input_ids,
+            loss_mask,
+            anchors,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            context_length=context_length,
+        )
+        return {**batch, "blocks": vars(blocks)}
+
+    # ---------------------------------------------------------------------------------------------------------- loss
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """This micro-batch's share of the window's loss, times the processes over which gradients are averaged.
+
+        With `return_outputs`, also the sums of each sample `(B, 6, S)`.
+        """
+        args = self.args
+        blocks = Blocks(**inputs["blocks"])
+        B, A, S = blocks.labels.shape
+        with self._timed("target"):
+            features = Features(*(x.to(args.device) for x in self.features(inputs)))
+            teacher = self._teacher(features.residual, blocks.teacher_positions[..., : self.num_kl_slots])
+        hidden = self._draft(model, features.context_hidden_states, blocks)
+        with self._timed("loss"):
+            output = drafter_loss(
+                hidden.view(B * A, S + 1, -1)[:, 1:],
+                blocks.labels.flatten(0, 1),
+                self.head.lm_head,
+                teacher,
+                gamma=args.gamma,
+                alpha=args.kl_alpha,
+                temperature=args.kl_temperature,
+                counts=num_items_in_batch,
+                chunk_size=args.loss_chunk_size,
+            )
+            sums = slot_sums(output, blocks.labels)
+        if not torch.isfinite(output.loss):
+            raise ValueError(
+                f"the loss is {float(output.loss)} at step {self.state.global_step}, samples "
+                f"{inputs['sample_ids'].tolist()}: look at their features, or lower the learning rate"
+            )
+        if self.model.training:
+            self._window_sums += sums.sum(0)
+            self._window_tokens += int(inputs["lengths"].sum())
+            self._window_empty += int(not (blocks.labels != -100).any())
+        loss = output.loss * self.accelerator.num_processes
+        return (loss, sums) if return_outputs else loss
+
+    def _draft(self, model, context: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+        """The drafter's output for all blocks, `(B, A * K, D)`."""
+        length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]
+        embeds = self.head.embed(blocks.input_ids).float()
+        context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
+        masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
+        return model(
+            noise_embeds=embeds,
+            context_hidden_states=context,
+            attention_mask=masks,
+            position_ids=blocks.position_ids,
+        ).last_hidden_state
+
+    def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor) -> torch.Tensor:
+        """The target's normed states at `(B, A, P)` positions, `(B * A, P, D)`."""
+        B, A, P = positions.shape
+        rows = torch.arange(B, device=residual.device)[:, None]
+        picked = residual[rows, positions.flatten(1)]  # (B, A * P, m, D)
+        return self.head.teacher_hidden(picked, self.args.kl_teacher).view(B * A, P, picked.shape[-1])
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with self._timed("step"):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs) -> int:
+        return 0  # not estimated
+
+    # ------------------------------------------------------------------------------------------------------- logging
+
+    def _start_window(self) -> None:
+        slots = self.drafter_config.block_size - 1
+        self._window_sums = torch.zeros(6, slots, dtype=torch.float64, device=self.args.device)
+        self._window_tokens, self._window_empty, self._window_start = 0, 0, time.perf_counter()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the window's CE, KL, expected acceptance length and speed to what the Trainer logs while training."""
+        if "loss" in logs:
+            totals = torch.tensor([self._window_tokens, self._window_empty], device=self.args.device)
+            tokens, empty = self.accelerator.reduce(totals, "sum").tolist()
+            figures = self._summarize(self.accelerator.reduce(self._window_sums, "sum"))
+            for name in ("ce", "kl", "expected_acceptance_length"):
+                logs[name] = figures[name]
+            logs["tokens_per_second"] = tokens / (time.perf_counter() - self._window_start)
+            if empty:
+                logs["batches_without_targets"] = empty
+            self._start_window()
+        super().log(logs, start_time)
+
+    def _summarize(self, sums: torch.Tensor) -> dict:
+        args = self.args
+        return summarize(
+            sums,
+            gamma=args.gamma,
+            alpha=args.kl_alpha,
+            temperature=args.kl_temperature,
+            num_kl_slots=self.num_kl_slots,
+        )
+
+    def _timed(self, part: str):
+        return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
+
+    # ---------------------------------------------------------------------------------------------------- evaluation
+
+    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+        """Loss at fixed anchors, and sums `(B, 6 * S)` in place of the library's logits and labels."""
+        inputs = self._prepare_inputs(self._add_blocks(inputs, EVALUATION_STEP))
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss, sums = self.compute_loss(model, inputs, return_outputs=True)
+        return loss / self.accelerator.num_processes, sums.flatten(1), sums.flatten(1)
+
+    def _summarize_predictions(self, prediction: EvalPrediction) -> dict:
+        sums = torch.from_numpy(prediction.predictions).sum(0)
+        return self._summarize(sums.view(6, -1))
+
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
+        """As in transformers, with exact means over all blocks, and real decoding where it is asked for."""
+        start = time.perf_counter()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        sums = torch.from_numpy(output.predictions).sum(0).view(6, -1)
+        output.metrics[f"{metric_key_prefix}_loss"] = self._summarize(sums)["loss"]
+        if self.args.eval_decode_prompts:
+            output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
+        self._window_start += time.perf_counter() - start  # no training happened meanwhile
+        return output
+
+    def _decode(self) -> float:
+        """Acceptance length of really decoding `eval_decode_prompts` prompts, greedily, pooled over rounds."""
+        result = torch.zeros(1, dtype=torch.float64, device=self.args.device)
+        if self.is_world_process_zero():
+            result += decode_prompts(self._drafter, self.decode_target, self.eval_dataset.rows, self.args)
+        return float(self.accelerator.reduce(result, "sum"))
+
+    def _save(self, output_dir=None, state_dict=None):
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            for file in Path(output_dir or self.args.output_dir).glob("*.safetensors"):
+                file.chmod(0o644)  # safetensors makes them readable by their owner alone
+
+
+@torch.no_grad()
+def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, args: HyperDFlashTrainingArguments) -> float:
+    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round."""
+    indices = torch.linspace(0, len(rows) - 1, min(args.eval_decode_prompts, len(rows))).long().tolist()
+    training, implementation = drafter.training, drafter.config._attn_implementation
+    drafter.eval().set_attn_implementation("sdpa")
+    accepted, rounds = 0, 0
+    try:
+        for index in indices:
+            row = rows[index]
+            prompt = torch.tensor([row["input_ids"][: max(row["loss_mask"].index(1), 1)]], device=target.device)
+            out = target.generate(
+                prompt,
+                assistant_model=drafter,
+                do_sample=False,
+                max_new_tokens=args.eval_decode_max_new_tokens,
+                return_dict_in_generate=True,
+            )
+            accepted += sum(out.speculation.num_accepted)
+            rounds += len(out.speculation.num_accepted)
+    finally:
+        drafter.train(training).set_attn_implementation(implementation)
+    return 1 + accepted / max(rounds, 1)
+
+
+class Stopwatch:
+    """Seconds by part of a step; nested parts count for both."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.seconds = device, {}
+
+    @contextlib.contextmanager
+    def part(self, name: str):
+        start = self._now()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
