@@ -9,7 +9,7 @@ CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflas
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 
-.PHONY: demo test test-fast lint bench closure tiny clean
+.PHONY: demo test test-fast lint bench closure tiny tiny-drafter clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -37,8 +37,24 @@ tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(BIN)/python $(TINY)/corpus.py $(CORPUS_OPTIONS)
 	$(BIN)/python $(TINY)/tokenizer.py
 	$(TRAIN) $(TINY)/train_target.py
-	$(BIN)/python $(TINY)/write_texts.py
-	$(TRAIN) $(TINY)/train_drafter.py
+	$(BIN)/python $(TINY)/prompts.py
+	for part in code:192 math:128 chat:64; do \
+	  domain=$${part%:*}; write="data regenerate --target $(TINY)/target --dtype float32 --threads 1 --batch-size 96 \
+	    --max-new-tokens $${part#*:}"; texts=$(TINY)/build/texts; mkdir -p $$texts; \
+	  for name in greedy valid; do \
+	    $(TRAIN) -m hyperdflash $$write $(TINY)/build/prompts/$$name-$$domain.jsonl --output $$texts/$$name-$$domain.jsonl \
+	    || exit 1; done; \
+	  $(TRAIN) -m hyperdflash $$write $(TINY)/build/prompts/sampled-$$domain.jsonl --temperature 1 \
+	    --output $$texts/sampled-$$domain.jsonl || exit 1; \
+	  cat $$texts/greedy-$$domain.jsonl $$texts/sampled-$$domain.jsonl > $$texts/train-$$domain.jsonl; \
+	done
+	$(MAKE) tiny-drafter
+
+tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an hour, resumable
+	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash features training/recipes/tiny_stage1.yaml
+	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash train training/recipes/tiny_stage1.yaml resume_from_checkpoint=true
+	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash train training/recipes/tiny_stage2.yaml resume_from_checkpoint=true
+	cp -r $(TINY)/build/stage2/final/. $(TINY)/drafter/
 	$(BIN)/python $(TINY)/evaluate.py
 	$(MAKE) closure
 

@@ -15,6 +15,8 @@ from hyperdflash.generation.demo import PROMPTS, TINY
 from hyperdflash.generation.mtp import load_mtp
 from hyperdflash.generation_hyperdflash import ResidualTap, SpeculativeStats
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.training.blocks import attention_masks, make_blocks
+from hyperdflash.training.target import OnlineFeatures
 
 TARGET, DRAFTER = TINY / "target", TINY / "drafter"
 
@@ -45,6 +47,38 @@ def answers(target, drafter, tokenizer):
         plain = target.generate(prompt_ids, **options)
         found[domain] = len(ids), plain, target.generate(prompt_ids, assistant_model=drafter, **options)
     return found
+
+
+@torch.no_grad()
+def test_every_round_of_decoding_accepts_what_the_blocks_of_training_predict(target, drafter, answers):
+    """The trained drafter, real texts: the slots that a training block gets right in front are the round's accepted
+    drafts, round by round; what is learned is what is decoded.
+
+    https://github.com/sgl-project/SpecForge/issues/455
+    """
+    features = OnlineFeatures(target, drafter.config)
+    K, num_rounds = drafter.config.block_size, 0
+    for prompt_length, _, drafted in answers.values():
+        ids = drafted.sequences
+        anchors = torch.arange(prompt_length, ids.shape[1] - 1)[None]
+        blocks = make_blocks(
+            ids, torch.ones_like(ids), anchors, block_size=K, mask_token_id=drafter.config.mask_token_id
+        )
+        hidden = drafter(
+            features.head.embed(blocks.input_ids),
+            features({"input_ids": ids}).context_hidden_states,
+            attention_masks(anchors, ids.shape[1], drafter.config),
+            blocks.position_ids,
+        ).last_hidden_state
+        drafts = (hidden.view(-1, K, hidden.shape[-1])[:, 1:] @ features.head.lm_head.T).argmax(-1)
+        right = (drafts == blocks.labels[0]).long().cumprod(-1).sum(-1)
+        position, expected = prompt_length, []
+        while position < ids.shape[1] - 1:
+            expected.append(int(right[position - prompt_length]))
+            position += expected[-1] + 1
+        assert drafted.speculation.num_accepted[: len(expected) - 1] == expected[:-1]  # the last one may be cut
+        num_rounds += len(expected) - 1
+    assert num_rounds > 20
 
 
 def test_target_has_every_part_of_a_v4(target):

@@ -12,6 +12,7 @@ import sys
 import types
 import typing
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from pathlib import Path
 
 import yaml
@@ -109,6 +110,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     logging_steps: float = 1
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = False
+    ddp_find_unused_parameters: bool | None = False  # there are none
     use_cache: bool = True  # of the model's config, which is published as it is
 
     def __post_init__(self):
@@ -228,9 +230,13 @@ def _kinds(name: str) -> set:
     return {typing.get_origin(option) or option for option in options}
 
 
+def _is_choice(name: str) -> bool:
+    return any(isinstance(kind, type) and issubclass(kind, Enum) for kind in _kinds(name))
+
+
 def _from_text(name: str, text: str):
     _check_name(name)
-    if _kinds(name) <= {str, type(None)} and text not in ("null", "none", "None", ""):
+    if (_kinds(name) <= {str, type(None)} or _is_choice(name)) and text not in ("null", "none", "None", ""):
         return text
     return yaml.safe_load(text)
 
@@ -238,6 +244,8 @@ def _from_text(name: str, text: str):
 def _cast(name: str, value):
     """`value` in the type of the field `name`; YAML reads 8e-4 as text, for one."""
     kinds = _kinds(name)
+    if value is False and _is_choice(name):
+        value = "no"  # which YAML takes for a false
     if value is None:
         value = [] if list in kinds and type(None) not in kinds else None
     if list in kinds and isinstance(value, str) and str not in kinds:

@@ -9,7 +9,6 @@ Learned tokens (loss mask 1) are green in a terminal and on the page, and in ⟦
 import argparse
 import html
 import io
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers import AutoTokenizer
 
 from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
+from .files import write_atomically
 
 # Styles of neighbouring tokens alternate, so that their borders can be seen.
 LEARNED, CONTEXT = ("bold green", "bold green underline"), ("", "dim")
@@ -173,16 +173,6 @@ def _span(piece: Piece) -> str:
     return f'<span class="{classes}" title="{ids}">{html.escape(visible(piece.text))}</span>'
 
 
-def write_page(output: Path, page: str) -> None:
-    """Write the page whole or not at all."""
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
-    try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(output)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
@@ -223,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html is None:
         print_samples(samples, tokenizer)
     else:
-        write_page(args.html, as_page(samples, tokenizer, report))
+        write_atomically(args.html, as_page(samples, tokenizer, report).encode())
         print(f"{args.html}: {len(samples)} samples")
     print("of the rows read: " + "\n".join(report.lines()))
     return 0

@@ -38,6 +38,7 @@ from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..generation.generate import DTYPES
 from .answers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
 from .data import hash_tokenizer
+from .files import write_atomically
 from .rows import read_rows, to_messages
 
 # ---------------------------------------------------------------------------------------------------------- the input
@@ -156,9 +157,7 @@ class Output:
         except BlockingIOError as error:
             raise OSError(f"another run is writing to {self.path}") from error
         if is_new:
-            partial = self.settings_path.with_name(self.settings_path.name + ".partial")
-            partial.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
-            partial.replace(self.settings_path)
+            write_atomically(self.settings_path, (json.dumps(self.settings, indent=2) + "\n").encode())
         self.failed_path.unlink(missing_ok=True)
         self._read_done()
         return self

@@ -10,6 +10,7 @@
 """
 
 import argparse
+import copy
 import json
 import shlex
 import shutil
@@ -28,7 +29,7 @@ from transformers.utils import logging
 from ..generation.generate import load_target
 from ..generation.init import drafter_config, new_drafter, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..pairing_hyperdflash import fingerprint_differences, target_fingerprint
+from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
 from .batches import SampleDataset
 from .card import check_installed, check_matplotlib, list_checkpoints, read_state
@@ -44,8 +45,7 @@ logger = logging.get_logger(__name__)
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RUN_FILE, RECIPE_FILE, COMMAND_FILE, FINAL = "run.json", "recipe.yaml", "command.txt", "final"
-# What a run cannot change on the way: its checkpoints would belong to something else.
-FIXED = ("target", "init_from", "drafter", "lora", "data_sha256", "seed")
+REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 # Settings that the card shows even where they are the defaults.
 SHOWN = (
     *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -58,6 +58,7 @@ class Parts:
     """Everything that a trainer is made of, and the facts about the run for its card."""
 
     drafter: HyperDFlashModel
+    model: torch.nn.Module  # what is trained: the drafter, or a copy of it with adapters
     features: OnlineFeatures | OfflineFeatures
     target: DeepseekV4ForCausalLM | None
     train_dataset: SampleDataset
@@ -73,8 +74,12 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     args = HyperDFlashTrainingArguments(**values)
     check_output(args)
     push, args.push_to_hub = args.push_to_hub, False  # the library would push checkpoints; we push the result
+    api = HfApi(token=args.hub_token)
+    args.hub_token = None  # checkpoints hold a pickle of the arguments
     if push:
-        HfApi(token=args.hub_token).whoami()
+        api.whoami()
+    for package in set(args.report_to) & set(REPORT_PACKAGES):
+        check_installed(package, f"report_to: {package}")
     if not dry_run:
         check_matplotlib()  # the card's picture, after the last step
     parts = prepare(args)
@@ -82,10 +87,9 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         return print_plan(args, parts)
     output = Path(args.output_dir)
     checkpoint = resume_point(args, parts.facts)
+    trainer = make_trainer(args, parts)
     if args.should_save:
         write_run_files(output, args, values, command, parts)
-    trainer = make_trainer(args, parts)
-    parts.facts["num_trainable_parameters"] = count_trainable(trainer.model)
     if profile:
         trainer.stopwatch = Stopwatch(args.device)
     with trainer._timed("run"):
@@ -99,8 +103,9 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         parts.facts["finished"] = True
         write_facts(output, parts.facts)
         export_drafter(output, final, run_dir=output, overwrite=True)
+        print(f"{final}: ready for `hf upload`")
         if push:
-            publish(final, args)
+            publish(api, final, args)
     trainer.accelerator.wait_for_everyone()
     return final
 
@@ -128,13 +133,15 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head)
     drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
+    model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora)
     return Parts(
         drafter=drafter,
+        model=model,
         features=stored or OnlineFeatures(target, drafter.config),
         target=target,
         train_dataset=SampleDataset(train_rows, stored),
         eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
-        facts=run_facts(args, train_rows, report, drafter, head),
+        facts=run_facts(args, train_rows, report, drafter, head) | {"num_trainable_parameters": count_trainable(model)},
     )
 
 
@@ -177,15 +184,7 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
 
 def check_drafter(config, head: TargetHead, name: str) -> None:
     """Raises `ValueError` for a drafter of other shapes than the target's; says where its target had other weights."""
-    target = head.config
-    for what, ours, theirs in (
-        ("vocabulary", config.vocab_size, target.vocab_size),
-        ("target hidden size", config.target_hidden_size, target.hidden_size),
-        ("hc_mult", config.hc_mult, target.hc_mult),
-        ("number of target layers", config.target_num_hidden_layers, target.num_hidden_layers),
-    ):
-        if ours != theirs:
-            raise ValueError(f"init_from {name} was made for a {what} of {ours}, but the target has {theirs}")
+    check_shapes(config, head.config)
     for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
         logger.warning(f"init_from {name} was trained for other weights: {line}")
 
@@ -210,7 +209,7 @@ def target_name(target: str) -> str:
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
     return HyperDFlashTrainer(
-        parts.drafter if args.lora is None else with_lora(parts.drafter, args.lora),
+        parts.model,
         args,
         features=parts.features,
         train_dataset=parts.train_dataset,
@@ -227,7 +226,9 @@ def check_output(args: HyperDFlashTrainingArguments) -> None:
     output = Path(args.output_dir)
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir {output} is a file")
-    if output.is_dir() and any(output.iterdir()) and not args.resume_from_checkpoint and args.should_save:
+    resume = args.resume_from_checkpoint
+    goes_on = resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    if output.is_dir() and any(output.iterdir()) and not goes_on and args.should_save:
         raise FileExistsError(
             f"output_dir {output} is not empty: go on with resume_from_checkpoint=true, choose another, or remove it"
         )
@@ -244,19 +245,12 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
     if not resume:
         return None
     if isinstance(resume, str):
-        if not (Path(resume) / "trainer_state.json").is_file():
-            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no checkpoint of a Trainer")
+        if read_state(Path(resume)) is None:
+            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no complete checkpoint of a Trainer")
+        check_unchanged(Path(resume).parent, facts)
         return Path(resume)
     output = Path(args.output_dir)
-    recorded = output / RUN_FILE
-    if recorded.is_file():
-        before = json.loads(recorded.read_text())["fixed"]
-        for name, value in facts["fixed"].items():
-            if before[name] != value:
-                raise ValueError(
-                    f"{output} was trained with {name} {before[name]!r}, now it is {value!r}: a run cannot change it "
-                    "on the way; choose another output_dir (init_from takes over the weights)"
-                )
+    check_unchanged(output, facts)
     complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
     if args.should_save:
         for folder in set(list_checkpoints(output)) - set(complete):
@@ -267,6 +261,18 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
     return complete[-1] if complete else None
 
 
+def check_unchanged(run_dir: Path, facts: dict) -> None:
+    """Raises `ValueError` where a run was made of something else."""
+    recorded = run_dir / RUN_FILE
+    before = json.loads(recorded.read_text())["fixed"] if recorded.is_file() else facts["fixed"]
+    for name, value in facts["fixed"].items():
+        if before.get(name) != value:
+            raise ValueError(
+                f"{run_dir} was trained with {name} {before.get(name)!r}, now it is {value!r}: a run cannot change it "
+                "on the way; choose another output_dir (init_from takes over the weights)"
+            )
+
+
 def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict:
     """What the card and a later resume need to know."""
     data_sha256 = hash_data(rows)
@@ -274,8 +280,8 @@ def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict
         "target": drafter.config.target_name_or_path,
         "target_revision": drafter.config.target_revision,
         **{
-            name: [{"file": origin.name, "sha256": origin.scan()[2]} for origin in resolve(getattr(args, name))]
-            for name in ("train_data", "eval_data")
+            name: [{"file": origin.name, "sha256": origin.scan()[2]} for origin in resolve(files)] if files else []
+            for name, files in (("train_data", args.train_data), ("eval_data", args.eval_data))
         },
         "data_report": report.lines(),
         "num_samples": len(rows),
@@ -284,16 +290,16 @@ def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict
         "effort": args.effort,
         "generation": args.generation,
         "num_parameters": drafter.num_parameters(),
-        "num_trainable_parameters": None,  # known when adapters are there
         "block_size": drafter.config.block_size,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "fixed": {
+        "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
             "target": head.sha256,
             "init_from": args.init_from,
             "drafter": args.drafter,
             "lora": args.lora,
             "data_sha256": data_sha256,
             "seed": args.seed,
+            "data_seed": args.data_seed,
         },
         "finished": False,
     }
@@ -320,9 +326,8 @@ def count_trainable(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def publish(folder: Path, args: HyperDFlashTrainingArguments) -> None:
+def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> None:
     """Upload the result to `hub_model_id`, by default the output folder's name."""
-    api = HfApi(token=args.hub_token)
     repo = api.create_repo(
         args.hub_model_id or Path(args.output_dir).resolve().name, private=args.hub_private_repo, exist_ok=True
     )
@@ -335,9 +340,8 @@ def publish(folder: Path, args: HyperDFlashTrainingArguments) -> None:
 
 def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
     """What the run would take, then one step of it in a folder of its own."""
-    model = make_trainer(args, parts).model
-    trainable = count_trainable(model)
-    frozen = sum(p.numel() for p in model.parameters()) - trainable
+    trainable = parts.facts["num_trainable_parameters"]
+    frozen = sum(p.numel() for p in parts.model.parameters()) - trainable
     head, config = parts.features.head, parts.features.head.config
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps_an_epoch = -(-len(parts.train_dataset) // samples)
@@ -417,13 +421,12 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status, 2 for a recipe that cannot be run as it is written."""
-    command = shlex.join(["hyperdflash", "train", args.recipe, *args.overrides])
+    public = [override for override in args.overrides if not override.partition("=")[0].endswith("_token")]
+    command = shlex.join(["hyperdflash", "train", args.recipe, *public])
     try:
         values = recipe_values(args.recipe, args.overrides)
-        final = train(values, command=command, dry_run=args.dry_run, profile=args.profile)
+        train(values, command=command, dry_run=args.dry_run, profile=args.profile)
     except RecipeError as error:
         print(f"hyperdflash train: {error}", file=sys.stderr)
         return 2
-    if final is not None:
-        print(f"{final}: ready for `hf upload`")
     return 0

@@ -10,11 +10,10 @@ import json
 from pathlib import Path
 
 import torch
-from data import DOMAINS
+from data import DOMAINS, MAX_NEW_TOKENS, make_prompts
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
-from write_texts import MAX_NEW_TOKENS, make_prompts
 
 from hyperdflash.generation.metrics import first_difference, timed_greedy
 from hyperdflash.generation_hyperdflash import SpeculativeStats
