@@ -1,6 +1,10 @@
 """The loss against a plain one in fp64, at its limits, and how much memory it takes."""
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,7 +235,10 @@ def usual_loss(hidden, labels, lm_head, teacher):
 
 
 def chunked_loss(hidden, labels, lm_head, teacher):
-    return drafter_loss(hidden, labels, lm_head, teacher, gamma=4.0, alpha=0.15, temperature=1.0).loss
+    """At the default's chunks: a twelfth of the slots of 512 anchors."""
+    options = {"gamma": 4.0, "alpha": 0.15, "temperature": 1.0, "chunk_size": labels.numel() // 12}
+    assert options["chunk_size"] == 256 or len(labels) != 512
+    return drafter_loss(hidden, labels, lm_head, teacher, **options).loss
 
 
 def peak_bytes(loss, case) -> int:
@@ -255,3 +262,28 @@ def test_counted_memory_is_real_memory():
         assert peak_bytes(chunked_loss, tensors(**SCALED)) == pytest.approx(real, rel=0.02)
         usual = peak_bytes(usual_loss, tensors(**SCALED))
     assert real < usual
+
+
+REAL_RUN = """
+import resource, sys
+import test_losses as t
+loss, case = getattr(t, sys.argv[1]), t.tensors(256, 6, 2, 64, 32768)
+loss(*t.tensors(2, 6, 2, 64, 128)).backward()  # what is loaded at the first use
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+loss(*case).backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_process_grows_an_eighth_as_much():
+    """Peak resident memory of a process for each, at 256 anchors and a vocabulary of 32,768."""
+    tests = str(Path(__file__).parent)
+    grown = {}
+    for loss in ("usual_loss", "chunked_loss"):
+        run = [sys.executable, "-c", REAL_RUN, loss]
+        environment = {**os.environ, "PYTHONPATH": tests, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        grown[loss] = int(done.stdout)
+    assert grown["usual_loss"] > 300_000  # KiB
+    assert grown["chunked_loss"] * 8 < grown["usual_loss"], grown

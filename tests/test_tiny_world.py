@@ -78,7 +78,7 @@ def test_every_round_of_decoding_accepts_what_the_blocks_of_training_predict(tar
             position += expected[-1] + 1
         assert drafted.speculation.num_accepted[: len(expected) - 1] == expected[:-1]  # the last one may be cut
         num_rounds += len(expected) - 1
-    assert num_rounds > 20
+    assert num_rounds > 10
 
 
 def test_target_has_every_part_of_a_v4(target):

@@ -227,8 +227,8 @@ def test_activation_checkpointing_gives_the_same_gradients(tmp_path, reentrant, 
             tmp_path,
             make_rows(UNEVEN),
             model=model,
-            gradient_checkpointing=checkpointing,
-            gradient_checkpointing_kwargs={"use_reentrant": reentrant} if checkpointing else None,
+            activation_checkpointing=checkpointing,
+            activation_checkpointing_kwargs={"use_reentrant": reentrant} if checkpointing else None,
         )
         trainer.train()
         results.append(weights(trainer.model))
@@ -457,6 +457,40 @@ def test_two_processes_take_the_step_of_one(tmp_path, lengths):
     assert two["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], abs=1e-5)
 
 
+LORA_IN_TWO_PROCESSES = """
+import sys, torch
+torch.set_num_threads(1)
+import test_trainer as t
+trainer = t.make_lora_trainer(sys.argv[1] + "/out", per_device_train_batch_size=2, gradient_accumulation_steps=2,
+                              ddp_backend="gloo", ddp_find_unused_parameters=False)
+trainer.train()
+assert trainer.args.world_size == 2
+if trainer.is_world_process_zero():
+    torch.save(t.weights(trainer.accelerator.unwrap_model(trainer.model)), sys.argv[1] + "/result.pt")
+trainer.accelerator.end_training()
+"""
+
+
+def make_lora_trainer(folder, **options):
+    torch.manual_seed(0)
+    model = with_lora(tiny_drafter(tiny_target(), block_size=4).train(), {"r": 4})
+    return make_trainer(
+        folder, make_rows(UNEVEN), model=model, num_anchors=6, activation_checkpointing=True, max_steps=2, **options
+    )
+
+
+@pytest.mark.slow
+def test_lora_in_two_processes_with_activation_checkpointing_is_that_in_one(tmp_path):
+    """peft keeps an unused original of the reducer; it is frozen, so DDP does not wait for it.
+
+    https://github.com/huggingface/peft/issues/899
+    """
+    launch(tmp_path, LORA_IN_TWO_PROCESSES)
+    one = make_lora_trainer(tmp_path)
+    one.train()
+    assert_same_weights(torch.load(tmp_path / "result.pt"), weights(one.model), atol=1e-5, rtol=1e-3)
+
+
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
@@ -504,32 +538,6 @@ def test_the_best_checkpoint_is_found_by_the_loss_without_further_settings(tmp_p
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluations[best], abs=1e-6)
 
 
-def test_real_decoding_in_evaluation_is_what_generate_accepts(tmp_path):
-    target = tiny_target()
-    rows = make_rows([14, 18, 22], prompt=6)
-    trainer = make_trainer(
-        tmp_path,
-        rows,
-        target=target,
-        eval_rows=rows,
-        eval_data=["x"],
-        eval_decode_prompts=3,
-        eval_decode_max_new_tokens=20,
-    )
-    got = trainer.evaluate()["eval_acceptance_length"]
-    accepted = []
-    for row in rows:
-        out = target.generate(
-            torch.tensor([row["input_ids"][:6]]),
-            assistant_model=trainer.model.eval(),
-            max_new_tokens=20,
-            do_sample=False,
-            return_dict_in_generate=True,
-        )
-        accepted += out.speculation.num_accepted
-    assert got == pytest.approx(1 + sum(accepted) / len(accepted))
-
-
 # -------------------------------------------------------------------------------------------- training is for decoding
 
 
@@ -562,15 +570,27 @@ def test_a_drafter_that_learned_texts_by_heart_drafts_them(tmp_path):
         max_steps=400,
         logging_steps=100,
         lr_scheduler_type="cosine",
+        bf16=True,
+        eval_rows=rows,
+        eval_data=["rows"],
+        eval_decode_prompts=4,
+        eval_decode_max_new_tokens=40,
     )
     trainer.train()
+    evaluation = trainer.evaluate()
     assert drafter.config.mask_token_id == MASK_TOKEN_ID
+    published = HyperDFlashModel(drafter.config).eval()  # without what mixed precision wraps around the trained one
+    published.load_state_dict(drafter.state_dict())
+    rounds = []
     accepted = proposed = 0
     for prompt in prompts:
         out = target.generate(
-            prompt, assistant_model=drafter.eval(), max_new_tokens=40, do_sample=False, return_dict_in_generate=True
+            prompt, assistant_model=published, max_new_tokens=40, do_sample=False, return_dict_in_generate=True
         )
+        rounds += out.speculation.num_accepted
         accepted += sum(out.speculation.num_accepted[:-1])
         proposed += sum(out.speculation.num_drafts[:-1])
     assert proposed >= 60
     assert accepted > 0.9 * proposed, (accepted, proposed)
+    assert evaluation["eval_acceptance_length"] == pytest.approx(1 + sum(rounds) / len(rounds))
+    assert evaluation["eval_expected_acceptance_length"] > 6

@@ -110,6 +110,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     logging_steps: float = 1
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = False
+    fsdp: bool | str | None = None
     ddp_find_unused_parameters: bool | None = False  # there are none
     use_cache: bool = True  # of the model's config, which is published as it is
 
@@ -141,6 +142,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         for name in ("gamma", "kl_alpha", "eval_decode_prompts"):
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} must not be negative; got {getattr(self, name)}")
+        if self.max_steps <= 0 and self.num_train_epochs <= 0:
+            raise RecipeError(f"num_train_epochs must be above 0; got {self.num_train_epochs}")
         if self.kl_temperature <= 0:
             raise RecipeError(f"kl_temperature must be above 0; got {self.kl_temperature}")
         if self.features == "offline" and not self.features_dir:

@@ -141,7 +141,8 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         target=target,
         train_dataset=SampleDataset(train_rows, stored),
         eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
-        facts=run_facts(args, train_rows, report, drafter, head) | {"num_trainable_parameters": count_trainable(model)},
+        facts=run_facts(args, train_rows, report, drafter, head)
+        | {"num_trainable_parameters": count_trainable(model)},
     )
 
 
@@ -208,7 +209,7 @@ def target_name(target: str) -> str:
 
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
-    return HyperDFlashTrainer(
+    trainer = HyperDFlashTrainer(
         parts.model,
         args,
         features=parts.features,
@@ -216,6 +217,9 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
         eval_dataset=parts.eval_dataset,
         target=parts.target,
     )
+    if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate leaves it out without a word
+        raise ValueError("fsdp needs accelerators and a launcher (accelerate launch, torchrun): leave it out")
+    return trainer
 
 
 # --------------------------------------------------------------------------------------------------- folder and files
@@ -379,8 +383,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         trainer.train()
         seconds = trainer.stopwatch.seconds["step"]
     if args.should_log:
-        left = seconds * args.gradient_accumulation_steps * steps
-        print(f"time      {left / 3600:.1f} hours by this first step, which is the slowest")
+        print(f"time      {seconds * steps / 3600:.1f} hours by this first step, which is the slowest")
         if args.device.type == "cuda":
             print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
 

@@ -8,11 +8,13 @@ Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 
 """
 
 import contextlib
+import shutil
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
@@ -262,6 +264,16 @@ class HyperDFlashTrainer(Trainer):
             result += decode_prompts(self._drafter, self.decode_target, self.eval_dataset.rows, self.args)
         return float(self.accelerator.reduce(result, "sum"))
 
+    def _save_checkpoint(self, model, trial) -> None:
+        """Raises `OSError` for a full disk, whichever library says so; the remains are removed."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if self.args.should_save and not (folder / "trainer_state.json").exists():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise OSError(f"{folder} was not written: {error}. Earlier checkpoints are kept") from error
+
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
@@ -275,6 +287,7 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, args: HyperDFla
     indices = torch.linspace(0, len(rows) - 1, min(args.eval_decode_prompts, len(rows))).long().tolist()
     training, implementation = drafter.training, drafter.config._attn_implementation
     drafter.eval().set_attn_implementation("sdpa")
+    autocast_forward = drafter.__dict__.pop("forward", None)  # accelerate's, under bf16: decoding has none
     accepted, rounds = 0, 0
     try:
         for index in indices:
@@ -291,6 +304,8 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, args: HyperDFla
             rounds += len(out.speculation.num_accepted)
     finally:
         drafter.train(training).set_attn_implementation(implementation)
+        if autocast_forward is not None:
+            drafter.forward = autocast_forward
     return 1 + accepted / max(rounds, 1)
 
 
