@@ -93,22 +93,21 @@ class _HeadLoss(torch.autograd.Function):
             valid = labels[rows] != -100
             logits = _logits(hidden[rows], lm_head)
             target = labels[rows].clamp(min=0).unsqueeze(-1)
-            normaliser = logits.logsumexp(-1)
-            ce[rows] = (normaliser - logits.gather(-1, target)[..., 0]) * valid
-            correct[rows] = (logits.argmax(-1) == target[..., 0]) & valid
-            grad_logits = None
-            if needs_grad:
-                grad_logits = (logits - normaliser.unsqueeze(-1)).exp_()
-                grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
-                grad_logits *= (ce_scale * valid).unsqueeze(-1)
+            highest, choice = logits.max(-1)
+            softmax = (logits - highest.unsqueeze(-1)).exp_()
+            total = softmax.sum(-1)
+            ce[rows] = (highest + total.log() - logits.gather(-1, target)[..., 0]) * valid
+            correct[rows] = (choice == target[..., 0]) & valid
+            grad_logits = softmax.div_(total.unsqueeze(-1))
+            grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
+            grad_logits *= (ce_scale * valid).unsqueeze(-1)
             if P:
                 log_p = (_logits(teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
                 log_q = (logits[:, :P] / temperature).log_softmax(-1)
                 p = log_p.exp()
                 kl[rows] = (log_p.sub_(log_q).mul_(p)).sum(-1) * valid[:, :P]
-                if needs_grad:
-                    scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
-                    grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
+                scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
+                grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
             if needs_grad:
                 grad[rows] = F.linear(grad_logits.to(lm_head.dtype), lm_head.T)
         loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
