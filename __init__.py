@@ -20,6 +20,13 @@ _EXPORTS = {
     "encode_messages": "encoding_deepseek_v4",
     "encode_with_mask": "encoding_deepseek_v4",
     "init_drafter": "generation.init",
+    "load_data": "training.data",
+    "OnlineFeatures": "training.target",
+    "OfflineFeatures": "training.feature_store",
+    "SampleDataset": "training.batches",
+    "HyperDFlashTrainer": "training.trainer",
+    "HyperDFlashTrainingArguments": "training.arguments",
+    "export_drafter": "training.export",
 }
 
 __all__ = list(_EXPORTS)

@@ -82,8 +82,8 @@ def test_the_head_on_disk_is_the_targets_or_refused(tmp_path):
     head.save(tmp_path)
     loaded = TargetHead.load(tmp_path)
     assert loaded.sha256 == head.sha256
-    for name, tensor in head.tensors().items():
-        assert torch.equal(loaded.tensors()[name], tensor), name
+    for name, tensor in head.tensors.items():
+        assert torch.equal(loaded.tensors[name], tensor), name
     assert loaded.config.to_dict() == target.config.to_dict()
     assert not any(p.requires_grad for p in (loaded.embedding, loaded.lm_head))
 

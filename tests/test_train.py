@@ -21,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
 from tiny_v4 import tiny_target
 from transformers import AutoModel, DeepseekV4ForCausalLM
@@ -29,6 +30,7 @@ from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation import cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
+from hyperdflash.training import train
 from hyperdflash.training.arguments import RecipeError, load_recipe
 from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
@@ -614,28 +616,54 @@ def wait_for_steps(log: Path, number: int) -> int:
 # ------------------------------------------------------------------------------------------------------ two processes
 
 
+# accelerate shards on accelerators alone, and leaves it out elsewhere; torch itself does it on CPUs as well.
+SHARDED_ON_CPUS = """
+import sys
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from hyperdflash.generation import cli
+
+make_state, plugins = AcceleratorState.__init__, []
+
+def make_sharded_state(self, *args, fsdp_plugin=None, **kwargs):
+    make_state(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    plugins.extend([fsdp_plugin] if fsdp_plugin else [])
+    self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, plugins[0]
+
+AcceleratorState.__init__ = make_sharded_state
+raise SystemExit(cli.main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
-def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path):
-    """What is printed is printed once, and a stopped run goes on."""
-    options = ["per_device_train_batch_size=2", "ddp_backend=gloo", "seed=7"]
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind):
+    """What is printed is printed once, and a stopped run goes on to the very same weights."""
+    (tmp_path / "sharded.py").write_text(SHARDED_ON_CPUS)
+    program = ["-m", "hyperdflash"] if kind == "ddp" else [str(tmp_path / "sharded.py")]
+    options = ["per_device_train_batch_size=2", "ddp_backend=gloo", "seed=7", f"fsdp={str(kind == 'fsdp').lower()}"]
     recipe = world.write_recipe(tmp_path / "recipe.yaml", output_dir=str(tmp_path / "run"))
-    first = launch(recipe, *options)
+    first = launch(*program, "train", str(recipe), *options)
     assert len(re.findall(r"^step \d/8 ", first, re.MULTILINE)) == 8
     assert first.count("rows kept") == first.count("ready for `hf upload`") == 1
     assert logged(tmp_path / "run") == pytest.approx(logged(trained), abs=1e-5)
-    last = last_weights(tmp_path / "run")
+    last, of_one = last_weights(tmp_path / "run"), last_weights(trained)
+    assert last.keys() == of_one.keys()
+    for name, tensor in last.items():
+        torch.testing.assert_close(tensor, of_one[name], atol=1e-6, rtol=1e-4, msg=name)
+    assert (tmp_path / "run" / "checkpoint-8" / "pytorch_model_fsdp.bin").exists() is (kind == "fsdp")
     for folder in ("checkpoint-6", "checkpoint-8", "final"):
         shutil.rmtree(tmp_path / "run" / folder)
-    again = launch(recipe, *options, "resume_from_checkpoint=true")
+    again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
     assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
     assert_equal_weights(last_weights(tmp_path / "run"), last)
-    assert HyperDFlashModel.from_pretrained(tmp_path / "run" / "final").config.block_size == 4
+    drafter = AutoModel.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)
+    assert drafter.config.block_size == 4
 
 
-def launch(recipe: Path, *arguments: str) -> str:
-    """`hyperdflash train` in two processes; returns what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += ["-m", "hyperdflash", "train", str(recipe), *arguments]
+def launch(*program: str) -> str:
+    """Run a Python program in two processes; returns what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -675,21 +703,26 @@ def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):
 @pytest.mark.parametrize(
     ("shape", "pattern"),
     [
-        ({"hidden_size": 48}, "target hidden size of 32, but the target has 48"),
-        ({"hc_mult": 4}, "hc_mult of 2, but the target has 4"),
-        ({"layer_types": ["sliding_attention"] * 2}, "number of target layers of 3, but the target has 2"),
+        ({"hidden_size": 48}, "hidden size 32, but the target has 48"),
+        ({"hc_mult": 4}, "hc_mult 2, but the target has 4"),
+        ({"layer_types": ["sliding_attention"] * 2}, "number of layers 3, but the target has 2"),
     ],
     ids=["hidden size", "paths", "layers"],
 )
 def test_stage_two_for_a_target_of_other_shapes_is_refused(hd, trained, tmp_path, shape, pattern):
     target = save_target(tmp_path / "target", **shape)
     result = hd(f"target={target}", without=["drafter"], init_from=str(trained / "final"))
-    assert_refused(result, 1, f"init_from .*final was made for a {pattern}")
+    assert_refused(result, 1, f"made for a target with {pattern}")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_target_is_no_drafter_to_start_from(hd, world, tmp_path):
-    assert_refused(hd(without=["drafter"], init_from=str(world.target)), 1, "hyperdflash")
+    assert_refused(
+        hd(without=["drafter"], init_from=str(world.target)),
+        1,
+        f"init_from {world.target} is no drafter",
+        "deepseek_v4",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -909,5 +942,5 @@ def test_no_in_a_recipe_is_a_choice_where_choices_are_asked_for(world):
 def test_the_commands_are_in_the_help(capsys, command, names):
     with pytest.raises(SystemExit, match="0"):
         cli.main([*command, "--help"])
-    found = re.findall(r"^ +(\w+) ", capsys.readouterr().out, re.MULTILINE)
+    found = re.findall(r"^ +(\w+)\b", capsys.readouterr().out, re.MULTILINE)
     assert set(names) <= set(found)

@@ -5,6 +5,7 @@ Legend: B batch, T sequence, m residual paths, D hidden, V vocabulary, L tapped 
 
 import hashlib
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,19 +43,34 @@ class TargetHead:
 
     Attributes:
         config (`DeepseekV4Config`): the target's.
-        lm_head (`torch.Tensor` of shape `(V, D)`): weight of the LM head.
+        tensors (`dict[str, torch.Tensor]`): all of them by name; embedding and LM head are `(V, D)`.
     """
 
-    def __init__(self, config: DeepseekV4Config, embedding, lm_head, norm: nn.Module, hc_head: nn.Module):
-        self.config, self.embedding, self.lm_head, self.norm, self.hc_head = config, embedding, lm_head, norm, hc_head
+    def __init__(self, config: DeepseekV4Config, tensors: dict[str, torch.Tensor]):
+        self.config = config
+        self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.embedding = self.tensors["embed_tokens.weight"]
+        self.lm_head = self.tensors.get("lm_head.weight", self.embedding)
+        self.norm, self.hc_head = (
+            DeepseekV4RMSNorm(config.hidden_size, config.rms_norm_eps),
+            DeepseekV4HyperHead(config),
+        )
+        self.norm.weight.data = self.tensors["norm.weight"]
+        for name in ("hc_fn", "hc_base", "hc_scale"):
+            getattr(self.hc_head, name).data = self.tensors[f"hc_head.{name}"]
 
     @classmethod
     def from_target(cls, target: DeepseekV4ForCausalLM) -> "TargetHead":
-        """Of a loaded target, whose tensors are shared."""
-        model = target.model
-        head = target.lm_head
-        embedding = model.embed_tokens.weight
-        return cls(target.config, embedding.detach(), head.weight.detach(), model.norm, model.hc_head)
+        """Of a loaded target, whose tensors are shared; a tied LM head is left out."""
+        model, lm_head = target.model, target.lm_head.weight
+        tensors = {
+            "embed_tokens.weight": model.embed_tokens.weight,
+            "norm.weight": model.norm.weight,
+            **{f"hc_head.{name}": parameter for name, parameter in model.hc_head.named_parameters()},
+        }
+        if lm_head is not model.embed_tokens.weight:
+            tensors["lm_head.weight"] = lm_head
+        return cls(target.config, tensors)
 
     @classmethod
     def load(cls, folder: str | Path) -> "TargetHead":
@@ -63,16 +79,9 @@ class TargetHead:
         folder = Path(folder)
         try:
             facts = json.loads((folder / HEAD_CONFIG_FILE).read_text())
-            tensors = load_file(folder / HEAD_FILE)
-        except (json.JSONDecodeError, SafetensorError) as error:
+            head = cls(DeepseekV4Config.from_dict(facts["config"]), load_file(folder / HEAD_FILE))
+        except (json.JSONDecodeError, KeyError, SafetensorError) as error:
             raise ValueError(f"{folder}: {HEAD_FILE} or {HEAD_CONFIG_FILE} cannot be read: {error}") from error
-        config = DeepseekV4Config.from_dict(facts["config"])
-        norm, hc_head = DeepseekV4RMSNorm(config.hidden_size, config.rms_norm_eps), DeepseekV4HyperHead(config)
-        norm.weight.data = tensors["norm.weight"]
-        for name in ("hc_fn", "hc_base", "hc_scale"):
-            getattr(hc_head, name).data = tensors[f"hc_head.{name}"]
-        lm_head = tensors.get("lm_head.weight", tensors["embed_tokens.weight"])
-        head = cls(config, tensors["embed_tokens.weight"], lm_head, norm, hc_head)
         if head.sha256 != facts["sha256"]:
             raise ValueError(f"{folder / HEAD_FILE} is not what its hash in {HEAD_CONFIG_FILE} says: write it again")
         return head
@@ -80,42 +89,30 @@ class TargetHead:
     def save(self, folder: str | Path) -> None:
         """Write `head.safetensors` and `head.json`, each whole or not at all."""
         facts = {"sha256": self.sha256, "config": self.config.to_dict()}
-        write_atomically(Path(folder) / HEAD_FILE, save(self.tensors()))
+        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        write_atomically(Path(folder) / HEAD_FILE, save(on_cpu))
         write_atomically(Path(folder) / HEAD_CONFIG_FILE, (json.dumps(facts, indent=2) + "\n").encode())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything by name, on the CPU; a tied LM head is left out."""
-        tensors = {
-            "embed_tokens.weight": self.embedding,
-            "norm.weight": self.norm.weight,
-            **{f"hc_head.{name}": getattr(self.hc_head, name) for name in ("hc_fn", "hc_base", "hc_scale")},
-        }
-        if self.lm_head.data_ptr() != self.embedding.data_ptr():
-            tensors["lm_head.weight"] = self.lm_head
-        return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Over names, dtypes, shapes and bytes of all tensors."""
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors().items()):
+        for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.view(torch.uint8).numpy().data)
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
     def identity(self) -> dict[str, torch.Tensor]:
         """The tensors that a drafter inherits and is identified by, under their official names."""
         return {
-            **{f"hc_head_{name[3:]}": getattr(self.hc_head, name) for name in ("hc_fn", "hc_base", "hc_scale")},
-            "norm.weight": self.norm.weight,
+            **{f"hc_head_{name}": self.tensors[f"hc_head.hc_{name}"] for name in ("fn", "base", "scale")},
+            "norm.weight": self.tensors["norm.weight"],
             "embed.weight": self.embedding[fingerprint_rows(len(self.embedding)).to(self.embedding.device)],
         }
 
     def to(self, device) -> "TargetHead":
-        """Move everything to one device."""
-        self.embedding, self.lm_head = self.embedding.to(device), self.lm_head.to(device)
-        self.norm, self.hc_head = self.norm.to(device), self.hc_head.to(device)
-        return self
+        """A head on one device; the target's own tensors stay where they are."""
+        return TargetHead(self.config, {name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
         """`(..., )` -> `(..., D)`."""

@@ -26,6 +26,7 @@ from huggingface_hub import HfApi
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.generate import load_target
 from ..generation.init import drafter_config, new_drafter, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
@@ -116,6 +117,8 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
 def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     """Load data, target or features, and the drafter; every check that needs no training step is made here."""
     revision = args.target_revision
+    if args.init_from:
+        check_model_type(args.init_from)
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
     eval_rows = load_rows(args, args.eval_data, tokenizer)[0] if args.eval_data else None
@@ -168,7 +171,8 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
     if args.init_from:
         drafter = HyperDFlashModel.from_pretrained(args.init_from, dtype=torch.float32)
         check_drafter(drafter.config, head, args.init_from)
-        logger.info(f"weights of {args.init_from}; optimizer and schedule start anew")
+        if args.should_log:
+            print(f"weights of {args.init_from}; optimizer and schedule start anew", flush=True)
     else:
         options = {name: value for name, value in args.drafter.items() if name != "seed"}
         config = drafter_config(head.config, **options)
@@ -181,6 +185,13 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
     on_gpu = args.device.type == "cuda"
     drafter.set_attn_implementation("flex_attention" if on_gpu else "sdpa")
     return drafter
+
+
+def check_model_type(init_from: str) -> None:
+    """Raises `ValueError` for a model that is no drafter, `OSError` for none at all."""
+    model_type = HyperDFlashConfig.get_config_dict(init_from)[0].get("model_type")
+    if model_type != HyperDFlashConfig.model_type:
+        raise ValueError(f"init_from {init_from} is no drafter: its model_type is {model_type}")
 
 
 def check_drafter(config, head: TargetHead, name: str) -> None:
@@ -355,7 +366,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
     batch = args.per_device_train_batch_size * args.max_length * width
     gib = {
         "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,
-        "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors().values()),
+        "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),
         "features of a batch": batch * (2 if args.features == "offline" else 4),
         "logits of a chunk, and what is made of them": args.loss_chunk_size * config.vocab_size * 4 * 4,
     }

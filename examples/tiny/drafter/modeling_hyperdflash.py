@@ -251,7 +251,8 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 axis.
             attention_mask (`torch.Tensor`, *optional*):
                 None: every slot sees all context (within the window) and the whole block. `(B, cached + C + K)` of
-                ones and zeros: as usual. 4-D `(B, 1, K, kv)`: used as it is on every layer.
+                ones and zeros: as usual. 4-D `(B, 1, K, kv)`, or a flex `BlockMask`: used as it is on every layer. A
+                dict of such masks: by layer type.
             position_ids (`torch.LongTensor` of shape `(B, C + K)`, *optional*):
                 Absolute positions of context and block; by default they continue the cache's.
             cache (`Cache`, *optional*):
@@ -290,6 +291,8 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
 
         A sliding layer returns the last `window - 1 + new` keys only, so a slot's window decides among those.
         """
+        if isinstance(attention_mask, dict):
+            attention_mask = attention_mask[layer_type]
         if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4):
             return attention_mask
         K = embeds.shape[1]

@@ -41,9 +41,8 @@ def check_call(generation_mode, config) -> None:
         raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
 
 
-def check_pair(drafter, target) -> None:
-    """Raises `ValueError` for a target of other shapes than the drafter's, or a mask token that cannot be one."""
-    config, target_config = drafter.config, target.config
+def check_shapes(config, target_config) -> None:
+    """Raises `ValueError` for a target of other shapes than the drafter was made for."""
     for what, ours, theirs in (
         ("vocabulary", config.vocab_size, target_config.vocab_size),
         ("hidden size", config.target_hidden_size, target_config.hidden_size),
@@ -55,6 +54,12 @@ def check_pair(drafter, target) -> None:
                 f"this drafter was made for a target with {what} {ours}, but the target has {theirs}: "
                 "make one with `hyperdflash init`"
             )
+
+
+def check_pair(drafter, target) -> None:
+    """Raises `ValueError` for a target of other shapes than the drafter's, or a mask token that cannot be one."""
+    config, target_config = drafter.config, target.config
+    check_shapes(config, target_config)
     if name := special_token_name(config.mask_token_id, target_config, target.generation_config):
         raise ValueError(
             f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
@@ -142,8 +147,13 @@ def compare_fingerprint(fingerprint: dict | None, target: DeepseekV4ForCausalLM)
     if any(tensor.is_meta for tensor in (target.model.norm.weight, target.get_input_embeddings().weight)):
         logger.info("the target is offloaded: its weights are not compared with the drafter's fingerprint")
         return []
+    return fingerprint_differences(fingerprint, fingerprint_tensors(target))
+
+
+def fingerprint_differences(fingerprint: dict, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """`compare_fingerprint` with the target's tensors, as `fingerprint_tensors` names them."""
     lines = []
-    for name, values in target_fingerprint(fingerprint_tensors(target)).items():
+    for name, values in target_fingerprint(tensors).items():
         expected = fingerprint.get(name)
         if expected is None:
             lines.append(f"{name} is not in the drafter's fingerprint")
