@@ -198,6 +198,9 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
     def can_generate(cls) -> bool:
         return False
 
+    def get_input_embeddings(self) -> None:
+        """None: the embedding is the target's. accelerate asks when it shards a model (FSDP2)."""
+
     def prepare_inputs_for_generation(self, *args, **kwargs):
         """Here because peft's wrapper for causal language models looks it up; raises `NotImplementedError`."""
         raise NotImplementedError("a drafter does not generate: pass it to its target's generate(assistant_model=...)")

@@ -24,7 +24,11 @@ def main(argv: list[str] | None = None) -> int:
     data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     for module in (preview, regenerate):
         module.add_parser(data_commands)
-    args = parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    if rest and not (hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:  # argparse takes no key=value behind an option
+        args.overrides += rest
     if not sys.stderr.isatty():
         logging.disable_progress_bar()  # of loading and saving; our own bars look for a terminal themselves
     try:

@@ -155,5 +155,13 @@ def load_target(name: str, revision: str | None, dtype: str = "auto", device_map
 
 
 def load_drafter(name: str, revision: str | None, dtype: str, target) -> HyperDFlashModel:
-    """The drafter, by this package's own code, on the target's device."""
+    """The drafter, by this package's own code, on the target's device. Raises `ValueError` for another model."""
+    check_drafter_type(name, revision)
     return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=dtype).eval().to(target.device)
+
+
+def check_drafter_type(name: str, revision: str | None = None) -> None:
+    """Raises `ValueError` for a model that is no drafter, `OSError` for none at all."""
+    model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    if model_type != "hyperdflash":
+        raise ValueError(f"{name} is no HyperDFlash drafter: its model_type is {model_type}")

@@ -720,7 +720,7 @@ def test_a_target_is_no_drafter_to_start_from(hd, world, tmp_path):
     assert_refused(
         hd(without=["drafter"], init_from=str(world.target)),
         1,
-        f"init_from {world.target} is no drafter",
+        f"{world.target} is no HyperDFlash drafter",
         "deepseek_v4",
     )
     assert not (tmp_path / "run").exists()

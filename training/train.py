@@ -26,8 +26,7 @@ from huggingface_hub import HfApi
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from ..configuration_hyperdflash import HyperDFlashConfig
-from ..generation.generate import load_target
+from ..generation.generate import check_drafter_type, load_target
 from ..generation.init import drafter_config, new_drafter, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
@@ -118,7 +117,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     """Load data, target or features, and the drafter; every check that needs no training step is made here."""
     revision = args.target_revision
     if args.init_from:
-        check_model_type(args.init_from)
+        check_drafter_type(args.init_from)
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
     eval_rows = load_rows(args, args.eval_data, tokenizer)[0] if args.eval_data else None
@@ -185,13 +184,6 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
     on_gpu = args.device.type == "cuda"
     drafter.set_attn_implementation("flex_attention" if on_gpu else "sdpa")
     return drafter
-
-
-def check_model_type(init_from: str) -> None:
-    """Raises `ValueError` for a model that is no drafter, `OSError` for none at all."""
-    model_type = HyperDFlashConfig.get_config_dict(init_from)[0].get("model_type")
-    if model_type != HyperDFlashConfig.model_type:
-        raise ValueError(f"init_from {init_from} is no drafter: its model_type is {model_type}")
 
 
 def check_drafter(config, head: TargetHead, name: str) -> None:
