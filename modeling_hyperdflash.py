@@ -125,7 +125,8 @@ class HyperDFlashAttention(nn.Module):
         q = self.q_norm(self.q_proj(hidden_states).view(B, K, -1, hd)).transpose(1, 2)
         k = self.k_norm(self.k_proj(source).view(B, C + K, -1, hd)).transpose(1, 2)
         v = self.v_proj(source).view(B, C + K, -1, hd).transpose(1, 2)
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        # Under autocast the norms' fp32 weights widen q and k; attention wants one dtype
+        q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
         if cache is not None:  # the cache takes the context only: a block is gone after its round
             context_k, context_v = cache.update(k[:, :, :C], v[:, :, :C], self.layer_idx)
             k, v = torch.cat([context_k, k[:, :, C:]], dim=2), torch.cat([context_v, v[:, :, C:]], dim=2)

@@ -5,11 +5,13 @@ Each command lives in a module of its own, with `add_parser(subparsers)` and a `
 
 import argparse
 import sys
+from importlib import import_module
 
-from transformers.utils import logging
-
-from ..training import export, features, preview, regenerate, train
-from . import demo, generate, init
+COMMANDS = {
+    **{name: f"hyperdflash.generation.{name}" for name in ("demo", "generate", "init")},
+    **{name: f"hyperdflash.training.{name}" for name in ("features", "train", "export")},
+}
+DATA_COMMANDS = ("hyperdflash.training.preview", "hyperdflash.training.regenerate")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -18,18 +20,26 @@ def main(argv: list[str] | None = None) -> int:
         prog="hyperdflash", description="Lossless speculative decoding for DeepSeek-V4.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (demo, generate, init, features, train, export):
-        module.add_parser(commands)
-    data = commands.add_parser("data", help="look at training data, or have the target write it", allow_abbrev=False)
-    data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
-    for module in (preview, regenerate):
-        module.add_parser(data_commands)
+    argv = sys.argv[1:] if argv is None else argv
+    # A command that is asked for is imported alone: some of them take seconds
+    wanted = set(argv[:1]) & {*COMMANDS, "data"} or {*COMMANDS, "data"}
+    for name in COMMANDS:
+        if name in wanted:
+            import_module(COMMANDS[name]).add_parser(commands)
+    if "data" in wanted:
+        text = "look at training data, or have the target write it"
+        data = commands.add_parser("data", help=text, description=text, allow_abbrev=False)
+        data_commands = data.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+        for module in DATA_COMMANDS:
+            import_module(module).add_parser(data_commands)
     args, rest = parser.parse_known_args(argv)
     if rest and not (hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes no key=value behind an option
         args.overrides += rest
     if not sys.stderr.isatty():
+        from transformers.utils import logging
+
         logging.disable_progress_bar()  # of loading and saving; our own bars look for a terminal themselves
     try:
         return args.run(args)

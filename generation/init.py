@@ -12,7 +12,6 @@ quantised. The result is a Hub folder: configuration, random weights around the 
 import argparse
 import json
 import logging
-import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,12 +60,8 @@ class TargetCheckpoint:
     def __init__(self, target: str | Path, revision: str | None = None):
         folder = Path(target).expanduser()
         self.folder = folder.resolve() if folder.is_dir() else None
-        if self.folder is not None:
-            if revision is not None:
-                raise ValueError(f"revision={revision!r} belongs to a Hub id, but {target} is a folder")
-            self.name, self.revision = self.folder.name, None
-        else:
-            self.name, self.revision = str(target), _resolve_revision(str(target), revision)
+        self.name = str(target) if self.folder is None else self.folder.name
+        self.revision = resolve_revision(target, revision)
         raw = json.loads(self.file("config.json").read_text())
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
@@ -132,8 +127,13 @@ class TargetCheckpoint:
             return torch.cat([part[int(i) : int(i) + 1] for i in rows(found[0])])
 
 
-def _resolve_revision(repo: str, revision: str | None) -> str:
-    """The commit that a revision of a Hub id stands for. All files of the target are taken from this one."""
+def resolve_revision(target: str | Path, revision: str | None) -> str | None:
+    """The commit that a revision of a Hub id stands for, None for a folder. All files are taken from this one."""
+    repo = str(target)
+    if Path(repo).expanduser().is_dir():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} belongs to a Hub id, but {target} is a folder")
+        return None
     try:
         path = hf_hub_download(repo, "config.json", revision=revision)
     except (OSError, HFValidationError) as error:
@@ -380,13 +380,17 @@ def check_output(output: str | Path) -> Path:
 def written_whole(output: Path, *, overwrite: bool = False):
     """A sibling folder that becomes `output` when the block ends, and vanishes when it fails.
 
-    `output` is absent or empty; with `overwrite`, whatever it holds is replaced then, not before.
+    `output` is absent or empty; with `overwrite`, whatever it holds is replaced then, not before. What a killed
+    process left behind is cleared away by the next.
     """
-    partial = output.with_name(f".{output.name}.partial-{os.getpid()}")
+    partial, old = (output.with_name(f".{output.name}.{state}") for state in ("partial", "replaced"))
+    if old.exists() and not output.exists():
+        old.rename(output)
+    for remains in (partial, old):
+        shutil.rmtree(remains, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        old = output.with_name(f".{output.name}.replaced-{os.getpid()}")
         if output.exists() and not overwrite:
             output.rmdir()
         elif output.exists():

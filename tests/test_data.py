@@ -129,6 +129,15 @@ def test_mode_and_effort_of_a_row_win(tokenizer, tmp_path):
     assert (second["input_ids"], second["mode"]) == (by_hand(tokenizer, *HI)[0], "non-thinking")
 
 
+def test_a_row_written_for_another_generation_of_the_encoding_is_refused(tokenizer, tmp_path):
+    """Public data sets use the key for text, which is no generation."""
+    path = write(tmp_path / "a.jsonl", {**chat(), "generation": "0731"})
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the row was written for generation '0731'.*not 'preview'"):
+        load_data([path], tokenizer)
+    assert len(load_data([path], tokenizer, generation="0731")) == 1
+    assert len(load_data([write(tmp_path / "b.jsonl", {**chat(), "generation": "a text"})], tokenizer)) == 1
+
+
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
 def test_reasoning_is_learned_in_thinking_mode_under_either_name(key, tokenizer, tmp_path):
     answer = {"role": "assistant", "content": "Hello", key: "hm"}

@@ -528,7 +528,7 @@ def test_the_card_has_the_runs_facts_and_a_header_that_the_hub_reads(exported):
         "| slot | 1 | 2 | 3 |",
         "| right | 0.8 | 0.7 | 0.6 |",
         "| right, and all before it | 0.65 | 0.45 | 0.25 |",
-        "At step 8 (evaluated at step 8).",
+        "At step 8 (evaluated at step 8), of the weights in fp32",
         "Step 8 of 8, 2 epochs.",
         "Median speed: 1,005 tokens/s.",
         "torch 2.13.0, transformers 5.24.0",

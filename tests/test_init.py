@@ -14,7 +14,7 @@ from transformers import DeepseekV4Config, DynamicCache
 
 from hyperdflash import generation_hyperdflash
 from hyperdflash.generation import cli, init
-from hyperdflash.generation.init import default_sizes, drafter_config, init_drafter, spread_layers
+from hyperdflash.generation.init import default_sizes, drafter_config, init_drafter, spread_layers, written_whole
 from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import compare_fingerprint, fingerprint_tensors, target_fingerprint
@@ -596,6 +596,22 @@ def test_the_command_makes_a_drafter_with_every_option(mixed, tmp_path, capsys):
     )
     assert stored["target_layer_ids"] == [0, 2]
     assert "4 drafts a block" in capsys.readouterr().out
+
+
+def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path):
+    output = tmp_path / "drafter"
+    (tmp_path / ".drafter.partial").mkdir()
+    (tmp_path / ".drafter.partial" / "junk").touch()
+    (tmp_path / ".drafter.replaced").mkdir()  # killed between the two renames: this is the folder that was there
+    (tmp_path / ".drafter.replaced" / "old").touch()
+    with pytest.raises(RuntimeError), written_whole(output, overwrite=True) as folder:
+        assert [path.name for path in output.iterdir()] == ["old"]
+        raise RuntimeError
+    assert [path.name for path in output.iterdir()] == ["old"]
+    with written_whole(output, overwrite=True) as folder:
+        (folder / "new").touch()
+    assert [path.name for path in output.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
 @pytest.mark.parametrize("problem", ["no mask token", "output in use", "no such target", "block of nothing"])

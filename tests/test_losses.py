@@ -147,6 +147,19 @@ def test_loss_and_gradient_are_finite_for_any_finite_state(scale):
     assert torch.isfinite(case[0].grad).all()
 
 
+def test_the_head_works_in_its_own_dtype_under_autocast():
+    """Accuracy and teacher are those of decoding, where nothing is cast."""
+    plain = make_case(scale=5.0)
+    mixed = make_case(scale=5.0)
+    out = drafter_loss(*plain, **OPTIONS)
+    out.loss.backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = drafter_loss(*mixed, **OPTIONS)
+    cast.loss.backward()
+    assert torch.equal(cast.loss, out.loss)
+    assert torch.equal(mixed[0].grad, plain[0].grad)
+
+
 def test_no_valid_slot_gives_a_zero_loss_with_zero_gradients():
     """https://github.com/NVIDIA-NeMo/Automodel/pull/3797"""
     hidden, labels, lm_head, teacher = make_case()

@@ -121,6 +121,14 @@ def test_the_ids_that_the_model_wrote_are_kept(ask, server, tokenizer, tmp_path)
     }
 
 
+def test_a_stop_token_that_the_server_keeps_to_itself_is_learned_all_the_same(ask, server, tmp_path):
+    server.reply = lambda body: choice(token_ids=server.spell("Yes"))
+    ask([say("Hello", "an old answer")])
+    (row,) = read_lines(tmp_path / "out.jsonl")
+    assert row["input_ids"][-4:] == [*server.spell("Yes"), EOS]
+    assert sum(row["loss_mask"]) == 4
+
+
 def test_the_output_is_training_data_whose_mask_is_the_answer(ask, tokenizer, tmp_path):
     ask([say("Hello", ""), say("What is 3 + 4?", "", "And 5?", "")])
     rows = read_lines(tmp_path / "out.jsonl")

@@ -250,7 +250,11 @@ def test_the_profile_is_shares_of_the_whole_run(hd):
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained, tmp_path, lora):
     options = {"init_from": str(trained / "final"), "lora": {"r": 2}, "without": ("drafter",)} if lora else {}
-    result = hd("report_to=tensorboard", "--dry-run", gradient_accumulation_steps=2, **options)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine").touch()  # a folder in use is no matter: nothing is written
+    options |= {"eval_on_start": True, "eval_data": [str(trained.parent / "eval.jsonl")]}
+    result = hd("report_to=tensorboard", "--dry-run", "gradient_accumulation_steps=2", **options)
+    assert "evaluation" not in result.out
     assert result.status == 0, result.err
     out = re.sub(" +", " ", result.out)
     assert "steps 4 of 8 samples, 2 an epoch" in out
@@ -264,7 +268,8 @@ def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained
     drafter = HyperDFlashModel.from_pretrained(trained / "final")
     assert frozen == (drafter.num_parameters() if lora else 0)
     assert trainable < drafter.num_parameters() if lora else trainable == drafter.num_parameters()
-    assert {path.name for path in tmp_path.iterdir()} == {"recipe"}
+    assert {path.name for path in tmp_path.iterdir()} == {"recipe", "run"}
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine"]
 
 
 # ------------------------------------------------------------------------------------------------- how a run may end
@@ -331,7 +336,7 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["mode=fast"], {}, 2, ["mode is one of", "'fast'"]),
         (["lora={r: 2}"], {}, 2, ["lora adapts a trained drafter: give it in init_from"]),
         (["train_data=nowhere.jsonl"], {}, 1, ["nowhere.jsonl"]),
-        (["target=nowhere/at-all"], {}, 1, ["huggingface.co"]),
+        (["target=nowhere/at-all"], {}, 1, ["nowhere/at-all is no folder here", "cannot be had from the Hub"]),
         (["init_from=nowhere/at-all"], {"without": ["drafter"]}, 1, ["huggingface.co"]),
         (["save_strategy=sometimes"], {}, 1, ["sometimes"]),
         (["fsdp=true"], {}, 1, ["fsdp only works in distributed training"]),
@@ -504,6 +509,9 @@ def test_going_on_with_a_finished_run_makes_its_drafter_again(hd, world, trained
         ("init_from", {"without": ["drafter"]}, "trained with init_from None"),
         ("lora", {"without": ["drafter"], "lora": {"r": 2}}, "trained with"),
         ("seed, by path", {"seed": 8, "by_path": True}, "trained with seed 7, now it is 8"),
+        ("loss", {"gamma": 1.0}, "trained with gamma 4.0, now it is 1.0"),
+        ("anchors", {"num_anchors": 2}, "trained with num_anchors 4, now it is 2"),
+        ("batch", {"per_device_train_batch_size": 2}, "trained with samples_a_step 4, now it is 2"),
     ],
 )
 def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, what, changes, pattern):
@@ -522,6 +530,36 @@ def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, wh
     before = tree(stopped)
     assert_refused(hd(f"resume_from_checkpoint={resume}", **changes), 1, pattern, "init_from takes over the weights")
     assert tree(stopped) == before
+
+
+def test_a_batch_may_be_cut_differently_and_a_changed_schedule_is_warned_of(hd, world, stopped, caplog, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(train.logger, "warning", warnings.append)
+    options = SAME | {"eval_data": [str(world.eval_data)], "per_device_train_batch_size": 2}
+    result = hd(
+        "resume_from_checkpoint=true", "gradient_accumulation_steps=2", "learning_rate=1e-3", "save_steps=1", **options
+    )
+    assert result.status == 0, result.err
+    assert [w for w in warnings if "goes on with" in w] == [
+        f"{stopped} goes on with learning_rate 0.001 instead of 0.003"
+    ]
+    assert (stopped / "command.txt").read_text().count("hyperdflash train") == 2  # the first one, then this
+
+
+def test_a_checkpoint_without_its_optimizer_is_no_place_to_go_on(hd, tmp_path):
+    assert hd("max_steps=2", "save_only_model=true", "save_steps=1").status == 0
+    before = tree(tmp_path / "run")
+    result = hd("max_steps=2", "resume_from_checkpoint=true")
+    assert_refused(result, 1, "without optimizer and schedule", "init_from=.*checkpoint-2 starts a new one")
+    assert tree(tmp_path / "run") == before
+
+
+def test_several_gpus_in_one_process_are_refused(world, monkeypatch):
+    """torch's DataParallel would hand every replica the masks of the whole batch."""
+    args = load_recipe(world.write_recipe(world.folder / "gpus.yaml"))
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="one process for 2 GPUs: start one for each with `accelerate launch"):
+        train.make_trainer(args, None)
 
 
 def fork(function) -> int:
@@ -686,6 +724,23 @@ def test_stage_two_starts_from_weights_with_a_new_optimizer(hd, trained, tmp_pat
     assert {float(state["step"]) for state in optimizer["state"].values()} == {2.0}
     assert logged(tmp_path / "run", "learning_rate")[-1] == pytest.approx(3e-3, rel=0.01)  # of a cosine of its own
     assert "optimizer and schedule start anew" in result.out
+
+
+def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained, tmp_path):
+    assert hd("max_steps=1", without=["drafter"], init_from=str(trained / "final")).status == 0
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "training started from the weights of `final` (14 samples of `train.jsonl`)" in card
+
+
+def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path, monkeypatch):
+    """A branch moves: features of one commit are not those of another."""
+    monkeypatch.setattr(train, "resolve_revision", lambda target, revision: "c" * 40)
+    assert hd("max_steps=1").status == 0
+    assert HyperDFlashConfig.from_pretrained(tmp_path / "run" / "final").target_revision == "c" * 40
+    assert f"revision `{'c' * 40}`" in (tmp_path / "run" / "final" / "README.md").read_text()
+    shutil.rmtree(tmp_path / "run")
+    result = hd("features=offline", f"features_dir={stored}")
+    assert_refused(result, 1, f"target_revision.*{'c' * 40}")
 
 
 def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):

@@ -164,6 +164,10 @@ def test_a_batch_without_targets_adds_nothing_and_is_told_of(tmp_path):
     assert_same_weights(weights(alone.model), start, atol=0, rtol=0)
     assert losses(alone) == [0.0]
     assert mixed.state.log_history[0]["batches_without_targets"] == 2
+    filled = make_trainer(tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    filled.train()  # two samples and two fillers of the epoch's last batch, which are nothing to tell of
+    assert_same_weights(weights(filled.model), weights(plain.model), atol=1e-6, rtol=1e-4)
+    assert "batches_without_targets" not in filled.state.log_history[0]
     assert "batches_without_targets" not in plain.state.log_history[0]
 
 
@@ -405,6 +409,13 @@ def test_lora_trains_adapters_and_the_whole_reducer(tmp_path):
     saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in saved)
     assert any("reducer" in name and name.endswith("hc_fn") for name in saved)
+
+
+def test_lora_keeps_what_else_is_to_be_trained_whole():
+    model = with_lora(tiny_drafter(tiny_target()), {"r": 4, "modules_to_save": ["context_norm"]})
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert any("context_norm.modules_to_save" in name for name in trained)
+    assert any("reducer.modules_to_save" in name for name in trained)
 
 
 def launch(folder: Path, script: str) -> None:

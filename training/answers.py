@@ -413,7 +413,10 @@ def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
         return _read_text(choice.get("text"), reason, turn, tokenizer)
     if not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
         return AnswerError(f"token ids outside the tokenizer's {len(tokenizer)}, or none: {str(ids)[:100]}")
-    eos_ids = {tokenizer.convert_tokens_to_ids(EOS_TOKEN)}
+    eos_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
+    if reason == "stop" and ids[-1] != eos_id:  # some servers keep it to themselves; nothing else stops an answer
+        ids = [*ids, eos_id]
+    eos_ids = {eos_id}
     return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], eos_ids), reason)
 
 

@@ -147,4 +147,6 @@ def _block_mask(anchors, length, block_size, window, dtype) -> BlockMask:
         return _visible(anchor, position, query // block_size, key, length, block_size, window)
 
     num_queries = A * block_size
-    return create_block_mask(visible, B, None, num_queries, length + num_queries, device=anchors.device)
+    keys = length + num_queries
+    # Compiled, the mask is never held as a dense one
+    return create_block_mask(visible, B, None, num_queries, keys, device=anchors.device, _compile=anchors.is_cuda)

@@ -201,7 +201,10 @@ def write_card(folder: Path, config: HyperDFlashConfig, num_parameters: int, run
             "## Training\n\nNothing is known about how these weights were trained: they were exported from a folder "
             "that belongs to no training run." + _encoding_of(config)
         )
-    sections.append("## License\n\nApache-2.0.")
+    sections.append(
+        "## License\n\nThe code in this folder is Apache-2.0, and so are the weights as far as this tool can tell: "
+        "change `license` above if your target's or your data's licence asks for another."
+    )
     (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
 
 
@@ -275,6 +278,10 @@ def _data(config: HyperDFlashConfig, run: Run) -> str:
         lines.append(f"- {title}:" if files else f"- {title}: none")
         lines += [f"  - `{_place(f['file'])}`" + (f", sha256 `{f['sha256']}`" if f["sha256"] else "") for f in files]
     lines += [f"- {line}" for line in facts["data_report"] or []]
+    if before := facts.get("init_from"):
+        files = ", ".join(f"`{_place(f['file'])}`" for f in before["train_data"] or [])
+        known = f"{before['num_samples']:,} samples of {files}" if files else "data not known"
+        lines.append(f"- Before that: training started from the weights of `{_place(before['name'])}` ({known})")
     return "## Target and data\n\n" + "\n".join(lines)
 
 
@@ -299,7 +306,10 @@ def _figures(run: Run) -> str:
         log = run.state["log_history"]
         evaluation = next((entry for entry in reversed(log) if "eval_loss" in entry), {})
         when = f" (evaluated at step {evaluation['step']})" if evaluation else ""
-        parts = [f"## Figures\n\nAt step {run.state['global_step']}{when}."]
+        parts = [
+            f"## Figures\n\nAt step {run.state['global_step']}{when}, of the weights in fp32; here they are rounded "
+            "to bf16."
+        ]
         parts += _meanings({**_last(log, "loss"), **evaluation}, (run.recipe or {}).get("eval_decode_prompts"))
         parts += _slots(evaluation)
         if not evaluation:
@@ -385,7 +395,7 @@ def _settings(run: Run) -> str:
         name: value for name, value in run.recipe.items() if name not in PLACES and not name.endswith("_token")
     }
     rows = [f"| `{name}` | `{_cell(name, value)}` |" for name, value in settings.items()]
-    return "Settings that differ from the defaults:\n\n| setting | value |\n|---|---|\n" + "\n".join(rows)
+    return "Settings:\n\n| setting | value |\n|---|---|\n" + "\n".join(rows)
 
 
 def _cell(name: str, value) -> str:

@@ -68,6 +68,12 @@ class Sample(NamedTuple):
 def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
     """Tokens and loss mask of one row. Raises `ValueError` for a row that cannot be encoded."""
     mode = settings.mode if row.get("mode") is None else row["mode"]
+    written_for = row.get("generation")  # public data sets call text so, which says nothing here
+    if written_for in encoding.EFFORT_INSTRUCTIONS and written_for != settings.generation:
+        raise ValueError(
+            f"the row was written for generation {written_for!r} of the encoding, not {settings.generation!r}: "
+            f"set generation: {written_for}"
+        )
     if row.get("input_ids") is not None:
         if mode not in encoding.MODES:
             raise ValueError(f"unknown mode {mode!r}; the DeepSeek-V4 encoding has {', '.join(encoding.MODES)}")
@@ -120,12 +126,14 @@ class DataReport:
         num_rows (`int`), num_kept (`int`): all rows, and those that can be trained on.
         counts (`dict[str, int]`): rows left out, by reason.
         examples (`dict[str, list[str]]`): up to three sources for each reason; for a bad row also what is wrong.
+        files (`list[dict]`): `file` and `sha256` of each.
     """
 
     num_rows: int = 0
     num_kept: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
+    files: list[dict] = field(default_factory=list)
 
     def add(self, source: str, reason: str = "", error: str = "") -> None:
         """Count one row."""
@@ -183,8 +191,11 @@ def load_data_with_report(
     """
     settings = EncodingSettings(mode, effort, generation, max_length)
     check_tokenizer(tokenizer, settings)
-    encoded = _encode_all(rows.resolve(files), tokenizer, settings, skip_bad_rows, num_proc)
+    origins = rows.resolve(files)
+    scans = [origin.scan() for origin in origins]
+    encoded = _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc)
     report = _make_report(encoded)
+    report.files = [{"file": o.name, "sha256": scan[2]} for o, scan in zip(origins, scans, strict=True)]
     if report.counts.get(BAD_ROW) and not skip_bad_rows:  # encoded earlier, when they were to be skipped
         raise ValueError(_stop_message(report.examples[BAD_ROW][0]))
     if not report.num_kept:
@@ -222,11 +233,10 @@ def check_tokenizer(tokenizer, settings: EncodingSettings) -> None:
     encoding.encode_with_mask([{"role": "user", "content": ""}], tokenizer, **settings.chat_options())
 
 
-def _encode_all(origins, tokenizer, settings, skip_bad_rows, num_proc) -> "datasets.Dataset":
+def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) -> "datasets.Dataset":
     """All rows, also those left out, with the `reason` for it and the `error` of bad ones; from the cache if there."""
     import datasets
 
-    scans = [origin.scan() for origin in origins]
     index = datasets.Dataset.from_dict(_make_index(scans))
     contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
     fingerprint = _fingerprint(contents, settings, tokenizer)

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.generate import load_target
-from ..generation.init import drafter_config
+from ..generation.init import drafter_config, resolve_revision
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
 from .data import hash_data, hash_tokenizer, load_data
 from .feature_store import FeatureWriter, OfflineFeatures, open_shard
@@ -46,10 +46,9 @@ def feature_settings(
     """
     folder = Path(args.target).expanduser()
     # A branch moves: what a Hub id stands for is a commit
-    target_config = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
     return {
         "target": str(folder.resolve()) if folder.is_dir() else args.target,
-        "target_revision": getattr(target_config, "_commit_hash", None),  # a folder has none
+        "target_revision": args.target_revision,  # a commit: a branch would move
         "target_dtype": args.target_dtype,
         "tokenizer": hash_tokenizer(tokenizer),
         **{name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length")},
@@ -177,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
     except RecipeError as error:
         print(f"hyperdflash features: {error}", file=sys.stderr)
         return 2
+    recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
     tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
     config, splits = tapped_config(recipe), {}
     for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):

@@ -73,9 +73,10 @@ def drafter_loss(
     if alpha == 0:
         teacher_hidden = teacher_hidden[:, :0]
     num_blocks = max(1, chunk_size // num_slots)
-    return LossOutput(
-        *_HeadLoss.apply(hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks)
-    )
+    with torch.autocast(hidden.device.type, enabled=False):  # the head works in its own dtype, as in decoding
+        return LossOutput(
+            *_HeadLoss.apply(hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks)
+        )
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -109,7 +110,7 @@ class _HeadLoss(torch.autograd.Function):
                 scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
                 grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
             if needs_grad:
-                grad[rows] = F.linear(grad_logits.to(lm_head.dtype), lm_head.T)
+                grad[rows] = grad_logits.to(lm_head.dtype) @ lm_head
         loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(ce, kl, correct)

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from ..generation.generate import check_drafter_type, load_target
-from ..generation.init import drafter_config, new_drafter, written_whole
+from ..generation.init import drafter_config, new_drafter, resolve_revision, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
@@ -37,7 +37,6 @@ from .data import DataReport, hash_data, load_data_with_report
 from .export import BASE_FOLDER, export_drafter
 from .features import OfflineFeatures, feature_settings, tapped_config
 from .files import write_atomically
-from .rows import resolve
 from .target import OnlineFeatures, TargetHead
 from .trainer import HyperDFlashTrainer, Stopwatch
 
@@ -46,6 +45,20 @@ logger = logging.get_logger(__name__)
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 RUN_FILE, RECIPE_FILE, COMMAND_FILE, FINAL = "run.json", "recipe.yaml", "command.txt", "final"
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
+# Settings that a run cannot change on the way, and those that it can, with a warning.
+FIXED = (
+    *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
+    *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
+)
+SCHEDULE = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "warmup_steps",
+    "weight_decay",
+    "num_train_epochs",
+    "max_steps",
+    "bf16",
+)
 # Settings that the card shows even where they are the defaults.
 SHOWN = (
     *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -72,7 +85,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     Raises `RecipeError`, `ValueError` and `OSError` before any work where something is wrong with what it was given.
     """
     args = HyperDFlashTrainingArguments(**values)
-    check_output(args)
+    check_output(args, dry_run)
     push, args.push_to_hub = args.push_to_hub, False  # the library would push checkpoints; we push the result
     api = HfApi(token=args.hub_token)
     args.hub_token = None  # checkpoints hold a pickle of the arguments
@@ -115,12 +128,15 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
 
 def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     """Load data, target or features, and the drafter; every check that needs no training step is made here."""
-    revision = args.target_revision
+    revision = args.target_revision = resolve_revision(args.target, args.target_revision)
     if args.init_from:
         check_drafter_type(args.init_from)
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
-    eval_rows = load_rows(args, args.eval_data, tokenizer)[0] if args.eval_data else None
+    eval_rows, eval_files = None, []
+    if args.eval_data:
+        eval_rows, eval_report = load_rows(args, args.eval_data, tokenizer)
+        eval_files = eval_report.files
     target = None
     if args.features == "online" or args.eval_decode_prompts:
         target, _ = load_target(args.target, revision, args.target_dtype)
@@ -143,7 +159,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         target=target,
         train_dataset=SampleDataset(train_rows, stored),
         eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
-        facts=run_facts(args, train_rows, report, drafter, head)
+        facts=run_facts(args, train_rows, report, eval_files, drafter, head)
         | {"num_trainable_parameters": count_trainable(model)},
     )
 
@@ -168,7 +184,9 @@ def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
 def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperDFlashModel:
     """A new drafter, or `init_from`'s weights, in fp32: the masters of mixed precision."""
     if args.init_from:
-        drafter = HyperDFlashModel.from_pretrained(args.init_from, dtype=torch.float32)
+        base = Path(args.output_dir) / BASE_FOLDER  # what a resumed adapter was made for, whatever init_from is now
+        source = base if args.resume_from_checkpoint is True and base.is_dir() else args.init_from
+        drafter = HyperDFlashModel.from_pretrained(source, dtype=torch.float32)
         check_drafter(drafter.config, head, args.init_from)
         if args.should_log:
             print(f"weights of {args.init_from}; optimizer and schedule start anew", flush=True)
@@ -179,7 +197,7 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
     if drafter.config.block_size < 2:
         raise ValueError(f"block_size {drafter.config.block_size} leaves no slot to train: it counts the anchor")
     drafter.config.target_name_or_path = target_name(args.target)
-    drafter.config.target_revision = getattr(head.config, "_commit_hash", None) or args.target_revision
+    drafter.config.target_revision = args.target_revision
     drafter.config.target_fingerprint = target_fingerprint(head.identity())
     on_gpu = args.device.type == "cuda"
     drafter.set_attn_implementation("flex_attention" if on_gpu else "sdpa")
@@ -199,7 +217,8 @@ def with_lora(drafter: HyperDFlashModel, options: dict):
     from peft import LoraConfig, get_peft_model
 
     try:
-        config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": ["reducer"]})
+        saved = sorted({"reducer", *(options.get("modules_to_save") or [])})
+        config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": saved})
     except TypeError as error:
         raise RecipeError(f"lora: {error}; it takes the arguments of peft's LoraConfig") from error
     return get_peft_model(drafter, config)
@@ -212,6 +231,12 @@ def target_name(target: str) -> str:
 
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
+    """Raises `ValueError` for processes and shards that the trainer cannot work with."""
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process for {args.n_gpu} GPUs: start one for each with `accelerate launch -m hyperdflash train ...`,"
+            " or choose one with CUDA_VISIBLE_DEVICES"
+        )
     trainer = HyperDFlashTrainer(
         parts.model,
         args,
@@ -222,19 +247,23 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
     )
     if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate leaves it out without a word
         raise ValueError("fsdp needs accelerators and a launcher (accelerate launch, torchrun): leave it out")
+    if trainer.is_fsdp_enabled:
+        shards = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
+        if "FULL_STATE_DICT" not in shards:
+            raise ValueError(f"FSDP's state dict type is {shards}; checkpoints are exported whole: FULL_STATE_DICT")
     return trainer
 
 
 # --------------------------------------------------------------------------------------------------- folder and files
 
 
-def check_output(args: HyperDFlashTrainingArguments) -> None:
-    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with."""
+def check_output(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
+    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with, or nothing is to be written."""
     output = Path(args.output_dir)
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir {output} is a file")
     resume = args.resume_from_checkpoint
-    goes_on = resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    goes_on = dry_run or resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
     if output.is_dir() and any(output.iterdir()) and not goes_on and args.should_save:
         raise FileExistsError(
             f"output_dir {output} is not empty: go on with resume_from_checkpoint=true, choose another, or remove it"
@@ -255,7 +284,7 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
         if read_state(Path(resume)) is None:
             raise FileNotFoundError(f"resume_from_checkpoint {resume} is no complete checkpoint of a Trainer")
         check_unchanged(Path(resume).parent, facts)
-        return Path(resume)
+        return check_optimizer(Path(resume))
     output = Path(args.output_dir)
     check_unchanged(output, facts)
     complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
@@ -265,31 +294,44 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
             shutil.rmtree(folder)
     if not complete:
         logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
-    return complete[-1] if complete else None
+    return check_optimizer(complete[-1]) if complete else None
+
+
+def check_optimizer(checkpoint: Path) -> Path:
+    """The checkpoint; raises `ValueError` for one that training could not go on from exactly."""
+    if not (checkpoint / "scheduler.pt").is_file():
+        raise ValueError(
+            f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot go on from it; "
+            f"init_from={checkpoint} starts a new one from its weights"
+        )
+    return checkpoint
 
 
 def check_unchanged(run_dir: Path, facts: dict) -> None:
-    """Raises `ValueError` where a run was made of something else."""
+    """Raises `ValueError` where a run was made of something else; warns where it is only to go on differently."""
     recorded = run_dir / RUN_FILE
-    before = json.loads(recorded.read_text())["fixed"] if recorded.is_file() else facts["fixed"]
+    if not recorded.is_file():
+        return
+    before = json.loads(recorded.read_text())
     for name, value in facts["fixed"].items():
-        if before.get(name) != value:
+        if (old := before["fixed"].get(name)) != value:
             raise ValueError(
-                f"{run_dir} was trained with {name} {before.get(name)!r}, now it is {value!r}: a run cannot change it "
-                "on the way; choose another output_dir (init_from takes over the weights)"
+                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
+                "choose another output_dir (init_from takes over the weights)"
             )
+    for name, value in facts["schedule"].items():
+        if (old := before["schedule"].get(name)) != value:
+            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}")
 
 
-def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict:
+def run_facts(args, rows, report: DataReport, eval_files: list[dict], drafter, head: TargetHead) -> dict:
     """What the card and a later resume need to know."""
     data_sha256 = hash_data(rows)
     return {
         "target": drafter.config.target_name_or_path,
         "target_revision": drafter.config.target_revision,
-        **{
-            name: [{"file": origin.name, "sha256": origin.scan()[2]} for origin in resolve(files)] if files else []
-            for name, files in (("train_data", args.train_data), ("eval_data", args.eval_data))
-        },
+        "train_data": report.files,
+        "eval_data": eval_files,
         "data_report": report.lines(),
         "num_samples": len(rows),
         "num_tokens": int(sum(rows["length"])),
@@ -298,6 +340,7 @@ def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict
         "generation": args.generation,
         "num_parameters": drafter.num_parameters(),
         "block_size": drafter.config.block_size,
+        "init_from": lineage(args.init_from),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
             "target": head.sha256,
@@ -305,16 +348,28 @@ def run_facts(args, rows, report: DataReport, drafter, head: TargetHead) -> dict
             "drafter": args.drafter,
             "lora": args.lora,
             "data_sha256": data_sha256,
-            "seed": args.seed,
-            "data_seed": args.data_seed,
+            "samples_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            **{name: getattr(args, name) for name in FIXED},
         },
+        "schedule": {name: getattr(args, name) for name in SCHEDULE},
         "finished": False,
     }
+
+
+def lineage(init_from: str | None) -> dict | None:
+    """What is known of the run whose weights this one starts from: its data and size."""
+    if init_from is None:
+        return None
+    recorded = Path(init_from).parent / RUN_FILE
+    before = json.loads(recorded.read_text()) if recorded.is_file() else {}
+    return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 
 
 def write_run_files(output: Path, args, values: dict, command: str, parts: Parts) -> None:
     """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
     output.mkdir(parents=True, exist_ok=True)
+    if (output / COMMAND_FILE).is_file():  # resumed: the first command stays
+        command = f"{(output / COMMAND_FILE).read_text().rstrip()}\n{command}"
     shown = {name: getattr(args, name) for name in SHOWN} | values
     shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
     write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
@@ -359,7 +414,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
     gib = {
         "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,
         "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),
-        "features of a batch": batch * (2 if args.features == "offline" else 4),
+        "features of a step": batch * (2 * args.gradient_accumulation_steps if args.features == "offline" else 4),
         "logits of a chunk, and what is made of them": args.loss_chunk_size * config.vocab_size * 4 * 4,
     }
     if parts.target is not None:
@@ -381,6 +436,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         args.output_dir, args.max_steps = folder, 1
         args.save_strategy = args.eval_strategy = "no"
         args.load_best_model_at_end, args.report_to, args.logging_steps = False, [], 1
+        args.eval_on_start = False
         trainer = make_trainer(args, parts)
         trainer.stopwatch = Stopwatch(args.device)
         trainer.train()

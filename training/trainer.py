@@ -168,7 +168,7 @@ class HyperDFlashTrainer(Trainer):
         if self.model.training:
             self._window_sums += sums.sum(0)
             self._window_tokens += int(inputs["lengths"].sum())
-            self._window_empty += int(not (blocks.labels != -100).any())
+            self._window_empty += int(inputs["lengths"].any() and not (blocks.labels != -100).any())
         loss = output.loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
