@@ -37,6 +37,7 @@ from .data import DataReport, hash_data, load_data_with_report
 from .export import BASE_FOLDER, export_drafter
 from .features import OfflineFeatures, feature_settings, tapped_config
 from .files import write_atomically
+from .plan import count_parameters, print_plan, print_profile, steps_of
 from .target import OnlineFeatures, TargetHead
 from .trainer import HyperDFlashTrainer, Stopwatch
 
@@ -97,7 +98,9 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         check_matplotlib()  # the card's picture, after the last step
     parts = prepare(args)
     if dry_run:
-        return print_plan(args, parts)
+        if args.should_log:
+            print_plan(args, parts)
+        return take_one_step(args, parts)
     output = Path(args.output_dir)
     checkpoint = resume_point(args, parts.facts)
     trainer = make_trainer(args, parts)
@@ -160,7 +163,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         train_dataset=SampleDataset(train_rows, stored),
         eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
         facts=run_facts(args, train_rows, report, eval_files, drafter, head)
-        | {"num_trainable_parameters": count_trainable(model)},
+        | {"num_trainable_parameters": count_parameters(model)[0]},
     )
 
 
@@ -384,10 +387,6 @@ def write_facts(output: Path, facts: dict) -> None:
     write_atomically(output / RUN_FILE, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def count_trainable(model: torch.nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
 def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> None:
     """Upload the result to `hub_model_id`, by default the output folder's name."""
     repo = api.create_repo(
@@ -397,41 +396,9 @@ def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> Non
     print(f"published {repo.repo_id}")
 
 
-# ---------------------------------------------------------------------------------------------------- plan and profile
-
-
-def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
-    """What the run would take, then one step of it in a folder of its own."""
-    trainable = parts.facts["num_trainable_parameters"]
-    frozen = sum(p.numel() for p in parts.model.parameters()) - trainable
-    head, config = parts.features.head, parts.features.head.config
-    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    steps_an_epoch = -(-len(parts.train_dataset) // samples)
-    steps = args.max_steps if args.max_steps > 0 else int(-(-steps_an_epoch * args.num_train_epochs // 1))
-    tokens = parts.facts["num_tokens"]
-    width = config.hc_mult * config.hidden_size
-    batch = args.per_device_train_batch_size * args.max_length * width
-    gib = {
-        "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,
-        "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),
-        "features of a step": batch * (2 * args.gradient_accumulation_steps if args.features == "offline" else 4),
-        "logits of a chunk, and what is made of them": args.loss_chunk_size * config.vocab_size * 4 * 4,
-    }
-    if parts.target is not None:
-        gib["the target"] = sum(p.numel() * p.element_size() for p in parts.target.parameters())
-    kept = args.save_total_limit or max(
-        1, int(steps // args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps)
-    )
-    if args.should_log:
-        print(f"steps     {steps:,} of {samples} samples, {steps_an_epoch:,} an epoch")
-        print(f"tokens    {tokens:,} an epoch, {tokens * steps // steps_an_epoch:,} in all")
-        print(f"drafter   {trainable:,} parameters to train, {frozen:,} frozen")
-        for what, size in gib.items():
-            print(f"memory    {size / 2**30:8.2f} GiB  {what}")
-        print("memory    activations come on top: see the step below")
-        print(f"disk      {kept * (trainable * 12 + frozen * 4) / 2**30:8.2f} GiB  {kept} checkpoints")
-        if args.features == "offline":
-            print(f"disk      {tokens * width * 2 / 2**30:8.2f} GiB  features, in {args.features_dir}")
+def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
+    """The first step of a run, in a folder that is gone afterwards, and what it says about the others."""
+    _, num_steps = steps_of(args, len(parts.train_dataset))
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir, args.max_steps = folder, 1
         args.save_strategy = args.eval_strategy = "no"
@@ -440,27 +407,11 @@ def print_plan(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         trainer = make_trainer(args, parts)
         trainer.stopwatch = Stopwatch(args.device)
         trainer.train()
-        seconds = trainer.stopwatch.seconds["step"]
     if args.should_log:
-        print(f"time      {seconds * steps / 3600:.1f} hours by this first step, which is the slowest")
+        hours = trainer.stopwatch.seconds["step"] * num_steps / 3600
+        print(f"time      {hours:.1f} hours by this first step, which is the slowest")
         if args.device.type == "cuda":
             print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
-
-
-def print_profile(seconds: dict[str, float]) -> None:
-    """Shares of the run: the drafter's is what a step takes besides target and loss."""
-    total = seconds["run"]
-    target, loss, data = (seconds.get(part, 0.0) for part in ("target", "loss", "data"))
-    shares = {
-        "target": target,
-        "loss": loss,
-        "drafter, forward and backward": seconds["step"] - target - loss,
-        "data": data,
-        "optimizer, evaluation, checkpoints": total - seconds["step"] - data,
-    }
-    print(f"profile   {total:.1f} s in all")
-    for part, spent in shares.items():
-        print(f"profile   {spent / total:6.1%}  {part}")
 
 
 # ---------------------------------------------------------------------------------------------------- the command line

@@ -1,0 +1,83 @@
+"""What a run would take (`hyperdflash train --dry-run`), and where its time went (`--profile`)."""
+
+from .arguments import HyperDFlashTrainingArguments
+
+
+def steps_of(args: HyperDFlashTrainingArguments, num_samples: int) -> tuple[int, int]:
+    """Samples of a step, and the run's steps."""
+    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    steps_an_epoch = -(-num_samples // samples)
+    return samples, args.max_steps if args.max_steps > 0 else int(-(-steps_an_epoch * args.num_train_epochs // 1))
+
+
+def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
+    """Steps, tokens, memory and disk of a run that has not begun.
+
+    Args:
+        parts (`training.train.Parts`): what the run is made of.
+    """
+    samples, steps = steps_of(args, len(parts.train_dataset))
+    steps_an_epoch = -(-len(parts.train_dataset) // samples)
+    tokens = parts.facts["num_tokens"]
+    trainable, frozen = count_parameters(parts.model)
+    print(f"steps     {steps:,} of {samples} samples, {steps_an_epoch:,} an epoch")
+    print(f"tokens    {tokens:,} an epoch, {tokens * steps // steps_an_epoch:,} in all")
+    print(f"drafter   {trainable:,} parameters to train, {frozen:,} frozen")
+    for what, size in memory(args, parts).items():
+        print(f"memory    {size / 2**30:8.2f} GiB  {what}")
+    print("memory    activations come on top: see the step below")
+    kept = num_checkpoints(args, steps)
+    print(f"disk      {kept * (trainable * 12 + frozen * 4) / 2**30:8.2f} GiB  {kept} checkpoints")
+    if args.features == "offline":
+        print(f"disk      {tokens * token_width(parts) * 2 / 2**30:8.2f} GiB  features, in {args.features_dir}")
+
+
+def memory(args: HyperDFlashTrainingArguments, parts) -> dict[str, int]:
+    """Bytes that can be told beforehand, by what they are for."""
+    trainable, frozen = count_parameters(parts.model)
+    head = parts.features.head
+    features = args.per_device_train_batch_size * args.max_length * token_width(parts)
+    # Stored features of all micro-batches of a step are fetched before the first one; online, one at a time
+    features *= 2 * args.gradient_accumulation_steps if args.features == "offline" else 4
+    sizes = {
+        "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,
+        "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),
+        "features of a step": features,
+        "logits of a chunk, and what is made of them": args.loss_chunk_size * head.config.vocab_size * 4 * 4,
+    }
+    if parts.target is not None:
+        sizes["the target"] = sum(p.numel() * p.element_size() for p in parts.target.parameters())
+    return sizes
+
+
+def count_parameters(model) -> tuple[int, int]:
+    """Those to train, and those that are frozen."""
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return trainable, sum(p.numel() for p in model.parameters()) - trainable
+
+
+def token_width(parts) -> int:
+    """Numbers of a token's residual."""
+    return parts.features.head.config.hc_mult * parts.features.head.config.hidden_size
+
+
+def num_checkpoints(args: HyperDFlashTrainingArguments, steps: int) -> int:
+    if args.save_total_limit:
+        return args.save_total_limit
+    return max(1, int(steps // args.save_steps) if args.save_steps >= 1 else int(1 / args.save_steps))
+
+
+def print_profile(seconds: dict[str, float]) -> None:
+    """Shares of the run: the drafter's is what a step takes besides target and loss."""
+    total = seconds["run"]
+    target, loss, data = (seconds.get(part, 0.0) for part in ("target", "loss", "data"))
+    shares = {
+        "target": target,
+        "loss": loss,
+        "drafter, forward and backward": seconds["step"] - target - loss,
+        "data": data,
+        "optimizer, evaluation, checkpoints": total - seconds["step"] - data,
+    }
+    print(f"profile   {total:.1f} s in all")
+    for part, spent in shares.items():
+        print(f"profile   {spent / total:6.1%}  {part}")
