@@ -167,6 +167,8 @@ def test_the_header_counts_tokens(chats, tokenizer, capsys, monkeypatch):
 
 def test_a_terminal_gets_colour_and_no_brackets(chats, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")  # of whoever runs the tests, it may be none or dumb
+    monkeypatch.delenv("NO_COLOR", raising=False)
     run_preview(chats, "--tokenizer", TINY)
     out = capsys.readouterr().out
     assert re.search(r"\x1b\[1;7;32m<｜end▁of▁sentence｜>", out)
