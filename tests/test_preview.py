@@ -169,6 +169,8 @@ def test_a_terminal_gets_colour_and_no_brackets(chats, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")  # of whoever runs the tests, it may be none or dumb
     monkeypatch.delenv("NO_COLOR", raising=False)
+    # Several processes of `datasets` leave rich with a copy of the environment (dill)
+    monkeypatch.setattr("rich.console.Console._environ", os.environ)
     run_preview(chats, "--tokenizer", TINY)
     out = capsys.readouterr().out
     assert re.search(r"\x1b\[1;7;32m<｜end▁of▁sentence｜>", out)

@@ -52,7 +52,7 @@ DRAFTER = {
 }
 STEP_LINE = (
     r"step {step}/{steps}  loss \d+\.\d{{4}}  ce \d+\.\d{{4}}  kl \d+\.\d{{4}}  expected \d\.\d{{3}}  "
-    r"[\d,]+ tok/s  left \d+:\d\d:\d\d"
+    r"lr \d\.\de[-+]\d\d  [\d,]+ tok/s  left \d+:\d\d:\d\d"
 )
 
 
@@ -262,7 +262,7 @@ def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained
     assert len(re.findall(r"^step 1/1 ", out, re.MULTILINE)) == 1
     assert "memory" in out
     assert "disk" in out
-    assert re.search(r"^time [\d.]+ hours", out, re.MULTILINE)
+    assert re.search(r"^time \d+:\d\d:\d\d by", out, re.MULTILINE)
     counts = re.search(r"drafter ([\d,]+) .*, ([\d,]+) frozen", out).groups()
     trainable, frozen = (int(count.replace(",", "")) for count in counts)
     drafter = HyperDFlashModel.from_pretrained(trained / "final")
@@ -369,14 +369,24 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path, capsys, text):
     assert capsys.readouterr().err == f"hyperdflash train: no recipe {tmp_path / 'missing.yaml'}\n"
 
 
-@pytest.mark.parametrize("resume", [[], ["resume_from_checkpoint={trained}/checkpoint-3"]], ids=["new", "another's"])
+@pytest.mark.parametrize(
+    "resume",
+    [[], ["resume_from_checkpoint={trained}/checkpoint-3"], ["resume_from_checkpoint=true"]],
+    ids=["new", "another's", "no run's"],
+)
 def test_a_folder_in_use_is_left_alone(hd, trained, tmp_path, resume):
     """https://github.com/huggingface/transformers/issues/20058"""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("mine")
     result = hd(*(argument.format(trained=trained) for argument in resume))
-    assert_refused(result, 1, f"{tmp_path / 'run'} is not empty", "resume_from_checkpoint=true", "choose another")
+    assert_refused(result, 1, f"{tmp_path / 'run'} is not empty: choose another")
     assert tree(tmp_path / "run") == {"thesis.txt": b"mine"}
+
+
+def test_a_runs_folder_is_gone_on_with_only_when_asked_to(hd, stopped):
+    before = tree(stopped)
+    assert_refused(hd(), 1, f"{stopped} is not empty: go on with resume_from_checkpoint=true, choose another")
+    assert tree(stopped) == before
 
 
 @pytest.mark.parametrize(
@@ -510,6 +520,7 @@ def test_going_on_with_a_finished_run_makes_its_drafter_again(hd, world, trained
         ("lora", {"without": ["drafter"], "lora": {"r": 2}}, "trained with"),
         ("seed, by path", {"seed": 8, "by_path": True}, "trained with seed 7, now it is 8"),
         ("loss", {"gamma": 1.0}, "trained with gamma 4.0, now it is 1.0"),
+        ("rate", {"learning_rate": 1e-2}, "trained with learning_rate 0.003, now it is 0.01"),
         ("anchors", {"num_anchors": 2}, "trained with num_anchors 4, now it is 2"),
         ("batch", {"per_device_train_batch_size": 2}, "trained with samples_a_step 4, now it is 2"),
     ],
@@ -532,17 +543,19 @@ def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, wh
     assert tree(stopped) == before
 
 
-def test_a_batch_may_be_cut_differently_and_a_changed_schedule_is_warned_of(hd, world, stopped, caplog, monkeypatch):
+def test_a_batch_may_be_cut_differently_and_a_longer_run_is_warned_of(hd, world, stopped, caplog, monkeypatch):
     warnings = []
     monkeypatch.setattr(train.logger, "warning", warnings.append)
     options = SAME | {"eval_data": [str(world.eval_data)], "per_device_train_batch_size": 2}
     result = hd(
-        "resume_from_checkpoint=true", "gradient_accumulation_steps=2", "learning_rate=1e-3", "save_steps=1", **options
+        "resume_from_checkpoint=true", "gradient_accumulation_steps=2", "num_train_epochs=3", "save_steps=6", **options
     )
     assert result.status == 0, result.err
     assert [w for w in warnings if "goes on with" in w] == [
-        f"{stopped} goes on with learning_rate 0.001 instead of 0.003"
+        f"{stopped} goes on with num_train_epochs 3.0 instead of 2.0: the learning rate follows"
     ]
+    assert f"going on from {stopped / 'checkpoint-6'}" in result.out
+    assert len(logged(stopped)) == 12
     assert (stopped / "command.txt").read_text().count("hyperdflash train") == 2  # the first one, then this
 
 

@@ -47,6 +47,7 @@ PLACES = (
     "hub_token",
     "output_dir",
     "project",
+    "resume_from_checkpoint",
     "run_name",
     "target",
     "target_revision",
@@ -277,6 +278,9 @@ def _data(config: HyperDFlashConfig, run: Run) -> str:
         files = facts[key] or []
         lines.append(f"- {title}:" if files else f"- {title}: none")
         lines += [f"  - `{_place(f['file'])}`" + (f", sha256 `{f['sha256']}`" if f["sha256"] else "") for f in files]
+    hashes = [{f["sha256"] for f in facts[key] or []} - {None} for key in ("train_data", "eval_data")]
+    if hashes[0] & hashes[1]:
+        lines.append("- Training and evaluation share a file: the evaluation's figures are of texts it was trained on")
     lines += [f"- {line}" for line in facts["data_report"] or []]
     if before := facts.get("init_from"):
         files = ", ".join(f"`{_place(f['file'])}`" for f in before["train_data"] or [])

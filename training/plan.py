@@ -20,6 +20,9 @@ def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
     steps_an_epoch = -(-len(parts.train_dataset) // samples)
     tokens = parts.facts["num_tokens"]
     trainable, frozen = count_parameters(parts.model)
+    print(f"target    {args.target}, drafter into {args.output_dir}")
+    if args.eval_decode_prompts:
+        print(f"decoding  {args.eval_decode_prompts} prompts at every evaluation, with the target")
     print(f"steps     {steps:,} of {samples} samples, {steps_an_epoch:,} an epoch")
     print(f"tokens    {tokens:,} an epoch, {tokens * steps // steps_an_epoch:,} in all")
     print(f"drafter   {trainable:,} parameters to train, {frozen:,} frozen")

@@ -6,7 +6,7 @@ from transformers.trainer_callback import ProgressCallback
 
 
 class StepLog(ProgressCallback):
-    """`step 120/1500  loss 2.31  ce 2.10  kl 1.40  expected 2.45  12,300 tok/s  left 0:12:30`."""
+    """`step 120/1500  loss 2.31  ce 2.10  kl 1.40  expected 2.45  lr 1.8e-03  12,300 tok/s  left 0:12:30`."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.shows_bar = not args.disable_tqdm
@@ -48,7 +48,8 @@ def train_line(step: int, max_steps: int, logs: dict, seconds_left: float) -> st
     empty = logs.get("batches_without_targets")
     return (
         f"step {step}/{max_steps}  loss {logs['loss']:.4f}  ce {logs['ce']:.4f}  kl {logs['kl']:.4f}  "
-        f"expected {logs['expected_acceptance_length']:.3f}  {logs['tokens_per_second']:,.0f} tok/s  "
+        f"expected {logs['expected_acceptance_length']:.3f}  lr {logs['learning_rate']:.1e}  "
+        f"{logs['tokens_per_second']:,.0f} tok/s  "
         f"left {hours}:{minutes:02d}:{int(seconds_left) % 60:02d}"
         + (f"  {empty} batches without targets" if empty else "")
     )

@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,16 +51,9 @@ REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 FIXED = (
     *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
     *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "bf16"),  # the optimizer's state has them
 )
-SCHEDULE = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "warmup_steps",
-    "weight_decay",
-    "num_train_epochs",
-    "max_steps",
-    "bf16",
-)
+LENGTH = ("num_train_epochs", "max_steps")
 # Settings that the card shows even where they are the defaults.
 SHOWN = (
     *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
@@ -108,8 +102,14 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         write_run_files(output, args, values, command, parts)
     if profile:
         trainer.stopwatch = Stopwatch(args.device)
-    with trainer._timed("run"):
-        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    if checkpoint is not None and args.should_log:
+        print(f"going on from {checkpoint}", flush=True)
+    try:
+        with trainer._timed("run"):
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    except KeyboardInterrupt:
+        print(f"stopped at step {trainer.state.global_step}: resume_from_checkpoint=true goes on", file=sys.stderr)
+        raise
     if profile and args.should_save:
         print_profile(trainer.stopwatch.seconds)
     if args.save_strategy == "no":
@@ -191,7 +191,7 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
         source = base if args.resume_from_checkpoint is True and base.is_dir() else args.init_from
         drafter = HyperDFlashModel.from_pretrained(source, dtype=torch.float32)
         check_drafter(drafter.config, head, args.init_from)
-        if args.should_log:
+        if args.should_log and not args.resume_from_checkpoint:
             print(f"weights of {args.init_from}; optimizer and schedule start anew", flush=True)
     else:
         options = {name: value for name, value in args.drafter.items() if name != "seed"}
@@ -265,12 +265,13 @@ def check_output(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
     output = Path(args.output_dir)
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir {output} is a file")
-    resume = args.resume_from_checkpoint
-    goes_on = dry_run or resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
-    if output.is_dir() and any(output.iterdir()) and not goes_on and args.should_save:
-        raise FileExistsError(
-            f"output_dir {output} is not empty: go on with resume_from_checkpoint=true, choose another, or remove it"
-        )
+    resume, is_run = args.resume_from_checkpoint, (output / RUN_FILE).is_file()
+    goes_on = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    if dry_run or goes_on or not args.should_save or not output.is_dir():
+        pass
+    elif any(not path.name.endswith(".partial") for path in output.iterdir()):  # else killed before it began
+        way_out = "go on with resume_from_checkpoint=true, " if is_run else ""
+        raise FileExistsError(f"output_dir {output} is not empty: {way_out}choose another, or remove it")
     if args.eval_strategy != "no" and not args.eval_data:
         raise RecipeError(f"eval_strategy {args.eval_strategy.value} needs eval_data")
 
@@ -322,9 +323,9 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
                 f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
                 "choose another output_dir (init_from takes over the weights)"
             )
-    for name, value in facts["schedule"].items():
-        if (old := before["schedule"].get(name)) != value:
-            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}")
+    for name, value in facts["length"].items():
+        if (old := before["length"].get(name)) != value:
+            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}: the learning rate follows")
 
 
 def run_facts(args, rows, report: DataReport, eval_files: list[dict], drafter, head: TargetHead) -> dict:
@@ -354,7 +355,7 @@ def run_facts(args, rows, report: DataReport, eval_files: list[dict], drafter, h
             "samples_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             **{name: getattr(args, name) for name in FIXED},
         },
-        "schedule": {name: getattr(args, name) for name in SCHEDULE},
+        "length": {name: getattr(args, name) for name in LENGTH},
         "finished": False,
     }
 
@@ -375,9 +376,9 @@ def write_run_files(output: Path, args, values: dict, command: str, parts: Parts
         command = f"{(output / COMMAND_FILE).read_text().rstrip()}\n{command}"
     shown = {name: getattr(args, name) for name in SHOWN} | values
     shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
+    write_facts(output, parts.facts)  # first: it makes the folder a run's
     write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
     write_atomically(output / COMMAND_FILE, (command + "\n").encode())
-    write_facts(output, parts.facts)
     if args.lora is not None and not (output / BASE_FOLDER).exists():
         with written_whole(output / BASE_FOLDER) as folder:
             parts.drafter.save_pretrained(folder)
@@ -408,8 +409,8 @@ def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         trainer.stopwatch = Stopwatch(args.device)
         trainer.train()
     if args.should_log:
-        hours = trainer.stopwatch.seconds["step"] * num_steps / 3600
-        print(f"time      {hours:.1f} hours by this first step, which is the slowest")
+        seconds = int(trainer.stopwatch.seconds["step"] * num_steps)
+        print(f"time      {timedelta(seconds=seconds)} by this first step, which is the slowest")
         if args.device.type == "cuda":
             print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
 
@@ -421,7 +422,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "train",
         help="train a drafter from a recipe",
-        description="Train a drafter as a recipe says. key=value overrides the recipe.",
+        description="Train a drafter as a recipe says. key=value overrides the recipe. Keys are the fields of "
+        "transformers' TrainingArguments and those of docs/training.md (training/arguments.py).",
         allow_abbrev=False,
     )
     parser.add_argument("recipe", metavar="RECIPE.yaml")
