@@ -4,6 +4,9 @@ One V4 decoder layer that reads the target's un-collapsed residual and the embed
 the token after it. It lives under `mtp.0.*` in a checkpoint, in the official naming, and shares embedding and head
 with the target. `mtp_state_dict` / `load_mtp` write and read those tensors.
 
+    mtp = load_mtp(folder, target.config, max_drafts=3)
+    target.generate(**inputs, assistant_model=mtp)      # the loop, and the promise, of the HyperDFlash drafter
+
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
 
@@ -13,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import DeepseekV4Config
+from transformers import DeepseekV4Config, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
@@ -22,6 +25,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RMSNorm,
     DeepseekV4RotaryEmbedding,
 )
+
+from ..generation_hyperdflash import HyperDFlashAssistant, warn_of_cap
+from ..pairing_hyperdflash import check_call
 
 PREFIX = "mtp.0."
 
@@ -48,17 +54,25 @@ _OFFICIAL_NAMES = {
 }
 
 
-class DeepseekV4MTP(DeepseekV4PreTrainedModel):
+class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     """One MTP step: `x = h_proj(hnorm(H)) + e_proj(enorm(embed(next token)))` on every path, one V4 decoder layer
     (sliding attention, top-k MoE), the module's own head collapse and norm.
 
-    Embedding and LM head are the target's and are handed in; nothing of them is stored here.
+    Embedding and LM head are the target's and are handed in; nothing of them is stored here. As an assistant it drafts
+    `max_drafts` tokens a round, one after the other: the module's own output takes the residual's place for the next.
+
+    Args:
+        config: the target's.
+        max_drafts (`int`, *optional*, defaults to 3): the deployment of the paper's MTP(3).
     """
 
-    def __init__(self, config: DeepseekV4Config):
+    max_drafts = 3  # an attribute, where the drafter's is derived from its block
+
+    def __init__(self, config: DeepseekV4Config, max_drafts: int = 3):
         one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
-        config = DeepseekV4Config(**{**config.to_dict(), **one_layer})
+        config = DeepseekV4Config(**{**config.to_dict(), **one_layer, "context_source": "pre_hc_head"})
         super().__init__(config)
+        self.max_drafts = max_drafts
         D = config.hidden_size
         self.enorm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
         self.hnorm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
@@ -101,6 +115,39 @@ class DeepseekV4MTP(DeepseekV4PreTrainedModel):
         )
         return self.norm(self.hc_head(x)), x
 
+    def validate_call(self, target, generation_mode, generation_config) -> None:
+        """Raise `ValueError` for a call or a target that this module cannot draft for."""
+        check_call(generation_mode, generation_config)
+        for name in ("vocab_size", "hidden_size", "hc_mult"):
+            ours, theirs = getattr(self.config, name), getattr(target.config, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"this MTP module was made for a target with {name} {ours}, but the target has {theirs}"
+                )
+        warn_of_cap(self.max_drafts, generation_config.num_assistant_tokens)
+
+    def propose(self, context, ids, position, num_drafts, target, cache: DynamicCache, choose) -> None:
+        """Draft one token after the other; arguments as in `HyperDFlashAssistant.propose`.
+
+        The cache keeps what came from the target's residuals. Steps on the module's own output are taken back: their
+        positions come again, with residuals of the target, once they are verified.
+        """
+        length = context.shape[1]
+        next_ids, device = ids[:, -length:], self.norm.weight.device
+        positions = torch.arange(position - length, position, device=device)[None]
+        residual, verified = context.to(device), None
+        for step in range(num_drafts):
+            embeds = target.model.embed_tokens(next_ids).to(device)
+            hidden, residual = self(embeds, residual, input_ids=next_ids, position_ids=positions, cache=cache)
+            verified = verified or [dict(vars(layer)) for layer in cache.layers]
+            head = target.lm_head
+            last = hidden[:, -1] if head.weight.is_meta else hidden[:, -1].to(head.weight.device)
+            draft = choose(head(last).float())
+            next_ids, residual = draft[None].to(ids.device), residual[:, -1:]
+            positions = torch.full_like(positions[:, -1:], position + step)
+        for layer, state in zip(cache.layers, verified, strict=True):
+            vars(layer).update(state)  # updates make new tensors, so the old ones are still what they were
+
 
 def mtp_state_dict(mtp: DeepseekV4MTP, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """The module's tensors under `mtp.0.*` in the official names; hyper-connections and router bias in fp32."""
@@ -128,12 +175,17 @@ def _official_name(name: str) -> str:
     return name
 
 
-def load_mtp(checkpoint: str | Path, config: DeepseekV4Config) -> DeepseekV4MTP:
-    """Read `mtp.0.*` of a checkpoint folder. Raises `ValueError` when the folder has no such tensors."""
+def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int = 3) -> DeepseekV4MTP:
+    """Read `mtp.0.*` of a checkpoint folder. Raises `ValueError` when the folder has no such tensors, and by name for
+    DSpark, which the 0731 checkpoints carry in the same place."""
     tensors = _read_prefixed(Path(checkpoint), PREFIX)
+    if any(name.startswith(f"{PREFIX}main_proj") for name in tensors):
+        raise ValueError(
+            f"{checkpoint} carries DSpark under mtp.*, not the native MTP module: that is in the preview checkpoint"
+        )
     if f"{PREFIX}e_proj.weight" not in tensors:
         raise ValueError(f"{checkpoint} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
-    mtp = DeepseekV4MTP(config)
+    mtp = DeepseekV4MTP(config, max_drafts)
     state = {}
     for name, value in mtp.state_dict().items():
         if name == "layer.mlp.experts.gate_up_proj":

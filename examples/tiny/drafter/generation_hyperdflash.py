@@ -268,17 +268,22 @@ class HyperDFlashAssistant:
     """What makes the drafter an assistant: checks before a call, and the decoding loop.
 
     A model class with `config`, `device`, `dtype` and a `forward` in transformers' DFlash protocol mixes this in.
+    A drafter of another kind overrides `max_drafts`, `validate_call` and `propose`; what it reads of the target is the
+    residual, unless its config has another `context_source`.
     """
 
     _targets_compared = weakref.WeakKeyDictionary()  # drafter -> targets whose fingerprint was compared
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a round, at most."""
+        return self.config.block_size - 1
 
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
         check_call(generation_mode, generation_config)
         check_pair(self, target)
-        num_drafts, asked = self.config.block_size - 1, generation_config.num_assistant_tokens
-        if num_drafts < asked != 20:  # 20 is the library's default for every assistant
-            logger.warning(f"num_assistant_tokens={asked} is capped at {num_drafts}: the drafter's block has no more")
+        warn_of_cap(self.max_drafts, generation_config.num_assistant_tokens)
         seen = HyperDFlashAssistant._targets_compared.setdefault(self, weakref.WeakSet())
         if target not in seen:
             lines = compare_fingerprint(self.config.target_fingerprint, target)
@@ -289,6 +294,19 @@ class HyperDFlashAssistant:
                     "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one "
                     "for it"
                 )
+
+    def propose(self, context, ids, position, num_drafts, target, cache, choose) -> None:
+        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until `num_drafts` are chosen.
+
+        Args:
+            context, position, num_drafts, target, cache: as in `draft`.
+            ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor, on the device
+                of the target's embedding.
+            choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
+        """
+        masks = ids.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
+        noise_ids = torch.cat([ids[:, -1:], masks], dim=1)
+        choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
         """Draft logits of one block.
@@ -343,6 +361,12 @@ class HyperDFlashAssistant:
                 _stop_recording(cache)
 
 
+def warn_of_cap(max_drafts: int, asked: int) -> None:
+    """Say that more drafts a round were asked for than there are."""
+    if max_drafts < asked != 20:  # 20 is the library's default for every assistant
+        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter has no more a round")
+
+
 class _Loop:
     """State of one assisted call."""
 
@@ -350,7 +374,6 @@ class _Loop:
         self.drafter, self.target, self.config = drafter, target, generation_config
         embedding = target.model.embed_tokens.weight
         self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
-        self.noise_ids = torch.full((1, drafter.config.block_size), drafter.config.mask_token_id, device=self.device)
         self.streamer = streamer
         self.processors = logits_processor
         self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
@@ -382,7 +405,7 @@ class _Loop:
 
     def run(self, tap: ResidualTap, cache: Cache, model_kwargs: dict):
         drafter, target = self.drafter, self.target
-        most = min(drafter.config.block_size - 1, self.config.num_assistant_tokens)
+        most = min(drafter.max_drafts, self.config.num_assistant_tokens)
         prompt_positions, prompt_mask = model_kwargs["position_ids"][0], model_kwargs.get("attention_mask")
 
         outputs = target._prefill(self.ids, self.config, model_kwargs)
@@ -407,12 +430,13 @@ class _Loop:
             while not finished:
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
-                drafts, draft_probs = None, None
+                self.num_drafts, self.draft_probs = 0, []
                 if num_drafts > 0:
-                    self.noise_ids[0, 0] = self.last_id
-                    draft_logits = drafter.draft(context, self.noise_ids, position, num_drafts, target, draft_cache)
-                    drafts, draft_probs = self.choose_drafts(draft_logits.to(self.buffer.device))
-                    num_drafts = drafts.shape[0]
+                    ids = self.ids.to(self.device)
+                    drafter.propose(context, ids, position, num_drafts, target, draft_cache, self.choose_drafts)
+                num_drafts = self.num_drafts
+                drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
+                draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
                 start = self.num_tokens
@@ -431,13 +455,17 @@ class _Loop:
             self.streamer.end()
         return self.result(cache)
 
-    def choose_drafts(self, draft_logits: torch.Tensor) -> tuple[torch.LongTensor, torch.Tensor | None]:
-        """Drafts `(n,)`, written behind the tokens so far, and when sampling their distributions `(n, V)`."""
-        drafts = self.buffer[0].narrow(0, self.num_tokens, draft_logits.shape[0])
+    def choose_drafts(self, logits: torch.Tensor) -> torch.LongTensor:
+        """The next drafts `(n,)` from their logits `(n, V)`, written behind the tokens and the drafts so far; when
+        sampling, their distributions are kept."""
+        logits = logits.to(self.buffer.device)
+        drafts = self.buffer[0].narrow(0, self.num_tokens + self.num_drafts, logits.shape[0])
+        self.num_drafts += logits.shape[0]
         if not self.do_sample:
-            return torch.argmax(draft_logits, dim=-1, out=drafts), None
-        probs = self.rowwise(self.ids, draft_logits).softmax(-1)
-        return drafts.copy_(torch.multinomial(probs, 1)[:, 0]), probs
+            return torch.argmax(logits, dim=-1, out=drafts)
+        probs = self.rowwise(self.ids, logits).softmax(-1)
+        self.draft_probs.append(probs)
+        return drafts.copy_(torch.multinomial(probs, 1)[:, 0])
 
     def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
         """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
@@ -477,7 +505,6 @@ class _Loop:
             if i >= len(draft_ids) or token != draft_ids[i]:  # an accepted draft is there already
                 self.buffer[0, self.num_tokens] = token
             self.num_tokens += 1
-            self.last_id = token
             if self.scores is not None:
                 self.scores += (scores[i][None].clone(),)
             if self.logits is not None:

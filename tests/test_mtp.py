@@ -1,0 +1,124 @@
+"""DeepSeek-V4's native MTP module as an assistant: lossless, and drafting what it would draft without any cache."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_v4 import CSA, MIXED, SLIDING, assert_same_state, greedy, random_ids, tiny_config, tiny_target
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
+from hyperdflash.generation_hyperdflash import ResidualTap
+
+
+def tiny_mtp(target, max_drafts=3, seed=2) -> DeepseekV4MTP:
+    """A random module: real drafts, nearly all of them wrong."""
+    torch.manual_seed(seed)
+    return DeepseekV4MTP(target.config, max_drafts).eval()
+
+
+@pytest.mark.parametrize("layer_types", [(SLIDING,), (CSA, SLIDING), MIXED])
+@pytest.mark.parametrize("max_drafts", [1, 3, 6])
+def test_greedy_ids_are_plain_decodings(layer_types, max_drafts):
+    """Prompts around the window (8) and blocks of every length."""
+    target = tiny_target(layer_types)
+    mtp = tiny_mtp(target, max_drafts)
+    for length in (1, 2, 7, 8, 9, 20):
+        prompt = random_ids(length, seed=length)
+        want = greedy(target, prompt, 24)
+        got = greedy(target, prompt, 24, assistant_model=mtp, return_dict_in_generate=True)
+        assert got.sequences.tolist() == want.tolist()
+        assert max(got.speculation.num_drafts) == max_drafts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("max_drafts", [1, 4])
+def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, monkeypatch):
+    """From the target's residuals up to the anchor, then on its own output: nothing of an earlier round's own steps is
+    left in its cache, and positions go on without a gap."""
+    target = tiny_target()
+    mtp = tiny_mtp(target, max_drafts)
+    rounds, own = [], mtp.propose
+
+    def recording(context, ids, position, num_drafts, target, cache, choose):
+        drafts = []
+
+        def choose_and_keep(logits):
+            drafts.append(choose(logits))
+            return drafts[-1].clone()
+
+        own(context, ids, position, num_drafts, target, cache, choose_and_keep)
+        rounds.append((ids.clone(), [int(draft) for draft in drafts]))
+
+    monkeypatch.setattr(mtp, "propose", recording)
+    greedy(target, random_ids(11), 30, assistant_model=mtp)
+    assert len(rounds) > 10
+    for ids, drafts in rounds:
+        with ResidualTap(target, mtp.config) as tap:
+            target(ids[:, :-1], use_cache=False)
+            residual = tap.take()
+        tokens, expected = ids[:, 1:], []
+        for _ in range(len(drafts)):
+            hidden, output = mtp(target.model.embed_tokens(tokens), residual, input_ids=tokens)
+            expected.append(int(target.lm_head(hidden[0, -1]).argmax()))
+            tokens = torch.cat([tokens, torch.tensor([[expected[-1]]])], dim=1)
+            residual = torch.cat([residual, output[:, -1:]], dim=1)
+        assert drafts == expected
+
+
+def test_sampling_is_seeded_and_stops_where_it_should():
+    target = tiny_target()
+    mtp = tiny_mtp(target)
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 20, "assistant_model": mtp}
+    torch.manual_seed(0)
+    first = target.generate(random_ids(6), **options)
+    torch.manual_seed(0)
+    assert target.generate(random_ids(6), **options).tolist() == first.tolist()
+    assert first.shape[1] == 26
+    eos = int(greedy(target, random_ids(6), 8)[0, 9])
+    stopped = greedy(target, random_ids(6), 8, assistant_model=mtp, eos_token_id=eos)
+    assert stopped.tolist() == greedy(target, random_ids(6), 8, eos_token_id=eos).tolist()
+
+
+def test_a_second_turn_with_the_returned_cache_is_plain_decodings():
+    target = tiny_target()
+    options = {"return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 12}
+    results = []
+    for assistant in ({}, {"assistant_model": tiny_mtp(target)}):
+        out = target.generate(random_ids(9), **options, **assistant)
+        longer = torch.cat([out.sequences, random_ids(5, seed=3)], dim=1)
+        again = target.generate(longer, cache=out.cache, **options, **assistant)
+        results.append((again.sequences.tolist(), again.cache))
+    assert results[0][0] == results[1][0]
+    cache = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(torch.tensor(results[0][0])[:, :-1], cache=cache, use_cache=True)
+    assert_same_state(results[1][1], results[0][1], tolerance=1e-4)
+
+
+def test_fewer_drafts_can_be_asked_for_and_more_are_capped(monkeypatch):
+    """https://github.com/huggingface/transformers/issues/40739"""
+    target = tiny_target()
+    mtp, warnings = tiny_mtp(target, 3), []
+    monkeypatch.setattr(logging.get_logger("hyperdflash.generation_hyperdflash"), "warning", warnings.append)
+    for asked, most in ((2, 2), (9, 3)):
+        out = greedy(
+            target, random_ids(6), 20, assistant_model=mtp, num_assistant_tokens=asked, return_dict_in_generate=True
+        )
+        assert max(out.speculation.num_drafts) == most
+    assert warnings == ["num_assistant_tokens=9 is capped at 3: the drafter has no more a round"]
+
+
+def test_another_targets_module_is_refused_by_its_shapes():
+    mtp = DeepseekV4MTP(tiny_config(hidden_size=48))
+    with pytest.raises(ValueError, match="hidden_size 48, but the target has 32"):
+        greedy(tiny_target(), random_ids(4), 4, assistant_model=mtp)
+
+
+def test_checkpoints_without_the_native_module_are_told_apart(tmp_path):
+    save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no native MTP module: no tensor named mtp\.0\.e_proj\.weight"):
+        load_mtp(tmp_path, tiny_config())
+    save_file({"mtp.0.main_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="carries DSpark under mtp.*preview checkpoint"):
+        load_mtp(tmp_path, tiny_config())
