@@ -126,14 +126,18 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
                 )
         warn_of_cap(self.max_drafts, generation_config.num_assistant_tokens)
 
-    def propose(self, context, ids, position, num_drafts, target, cache: DynamicCache, choose) -> None:
+    def new_noise_ids(self, device) -> torch.LongTensor:
+        """Room for the anchor alone."""
+        return torch.zeros((1, 1), dtype=torch.long, device=device)
+
+    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache: DynamicCache, choose) -> None:
         """Draft one token after the other; arguments as in `HyperDFlashAssistant.propose`.
 
         The cache keeps what came from the target's residuals. Steps on the module's own output are taken back: their
         positions come again, with residuals of the target, once they are verified.
         """
         length = context.shape[1]
-        next_ids, device = ids[:, -length:], self.norm.weight.device
+        next_ids, device = ids[:, -length:].to(noise_ids.device), self.norm.weight.device
         positions = torch.arange(position - length, position, device=device)[None]
         residual, verified = context.to(device), None
         for step in range(num_drafts):
@@ -143,7 +147,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
             head = target.lm_head
             last = hidden[:, -1] if head.weight.is_meta else hidden[:, -1].to(head.weight.device)
             draft = choose(head(last).float())
-            next_ids, residual = draft[None].to(ids.device), residual[:, -1:]
+            next_ids, residual = draft[None].to(noise_ids.device), residual[:, -1:]
             positions = torch.full_like(positions[:, -1:], position + step)
         for layer, state in zip(cache.layers, verified, strict=True):
             vars(layer).update(state)  # updates make new tensors, so the old ones are still what they were

@@ -295,17 +295,18 @@ class HyperDFlashAssistant:
                     "for it"
                 )
 
-    def propose(self, context, ids, position, num_drafts, target, cache, choose) -> None:
+    def new_noise_ids(self, device) -> torch.LongTensor:
+        """What a round starts from, `(1, K)`: room for the anchor, then mask tokens."""
+        return torch.full((1, self.config.block_size), self.config.mask_token_id, device=device)
+
+    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, choose) -> None:
         """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until `num_drafts` are chosen.
 
         Args:
-            context, position, num_drafts, target, cache: as in `draft`.
-            ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor, on the device
-                of the target's embedding.
+            context, noise_ids, position, num_drafts, target, cache: as in `draft`.
+            ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
             choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
         """
-        masks = ids.new_full((1, self.config.block_size - 1), self.config.mask_token_id)
-        noise_ids = torch.cat([ids[:, -1:], masks], dim=1)
         choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
@@ -374,6 +375,7 @@ class _Loop:
         self.drafter, self.target, self.config = drafter, target, generation_config
         embedding = target.model.embed_tokens.weight
         self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
+        self.noise_ids = drafter.new_noise_ids(self.device)
         self.streamer = streamer
         self.processors = logits_processor
         self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
@@ -432,8 +434,17 @@ class _Loop:
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
                 self.num_drafts, self.draft_probs = 0, []
                 if num_drafts > 0:
-                    ids = self.ids.to(self.device)
-                    drafter.propose(context, ids, position, num_drafts, target, draft_cache, self.choose_drafts)
+                    self.noise_ids[0, 0] = self.last_id
+                    drafter.propose(
+                        context,
+                        self.ids,
+                        self.noise_ids,
+                        position,
+                        num_drafts,
+                        target,
+                        draft_cache,
+                        self.choose_drafts,
+                    )
                 num_drafts = self.num_drafts
                 drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
                 draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
@@ -505,6 +516,7 @@ class _Loop:
             if i >= len(draft_ids) or token != draft_ids[i]:  # an accepted draft is there already
                 self.buffer[0, self.num_tokens] = token
             self.num_tokens += 1
+            self.last_id = token
             if self.scores is not None:
                 self.scores += (scores[i][None].clone(),)
             if self.logits is not None:
