@@ -322,7 +322,7 @@ class HyperDFlashAssistant:
             `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
-        weight, head = self.norm.weight, target.lm_head
+        weight = self.norm.weight
         embeds = target.model.embed_tokens(noise_ids)
         noise_dtype, noise_embeds = embeds.dtype, embeds.to(weight)  # a quantised head's own dtype would not do
         start, stop = position - context.shape[1], position + noise_ids.shape[1]
@@ -333,7 +333,7 @@ class HyperDFlashAssistant:
             cache=cache,
         )
         hidden = output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
-        return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
+        return head_logits(target, hidden)
 
     def assisted_decoding_loop(
         self,
@@ -360,6 +360,12 @@ class HyperDFlashAssistant:
                 return loop.run(tap, cache, model_kwargs)
             finally:
                 _stop_recording(cache)
+
+
+def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 logits of states from a drafter's device; an offloaded (meta) head moves its input itself."""
+    head = target.lm_head
+    return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
 
 
 def warn_of_cap(max_drafts: int, asked: int) -> None:

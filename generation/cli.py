@@ -14,6 +14,10 @@ COMMANDS = {
 DATA_COMMANDS = ("hyperdflash.training.preview", "hyperdflash.training.regenerate")
 
 
+class UsageError(ValueError):
+    """What was typed, or written in a recipe, cannot be run as it is: exit status 2, as for wrong options."""
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; returns the exit status: 0, 1 after an error said in one line, 2 for wrong usage."""
     parser = argparse.ArgumentParser(
@@ -45,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         return args.run(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"hyperdflash {args.command}: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
 

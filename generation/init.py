@@ -60,7 +60,7 @@ class TargetCheckpoint:
     def __init__(self, target: str | Path, revision: str | None = None):
         folder = Path(target).expanduser()
         self.folder = folder.resolve() if folder.is_dir() else None
-        self.name = str(target) if self.folder is None else self.folder.name
+        self.name = target_name(target)
         self.revision = resolve_revision(target, revision)
         raw = json.loads(self.file("config.json").read_text())
         _check_model_type(raw, self.name)
@@ -125,6 +125,12 @@ class TargetCheckpoint:
             if rows is None:
                 return f.get_tensor(stored)
             return torch.cat([part[int(i) : int(i) + 1] for i in rows(found[0])])
+
+
+def target_name(target: str | Path) -> str:
+    """The Hub id, or a folder's own name."""
+    folder = Path(target).expanduser()
+    return folder.resolve().name if folder.is_dir() else str(target)
 
 
 def resolve_revision(target: str | Path, revision: str | None) -> str | None:

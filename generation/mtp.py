@@ -26,7 +26,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RotaryEmbedding,
 )
 
-from ..generation_hyperdflash import HyperDFlashAssistant, warn_of_cap
+from ..generation_hyperdflash import HyperDFlashAssistant, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
 
 PREFIX = "mtp.0."
@@ -144,9 +144,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
             embeds = target.model.embed_tokens(next_ids).to(device)
             hidden, residual = self(embeds, residual, input_ids=next_ids, position_ids=positions, cache=cache)
             verified = verified or [dict(vars(layer)) for layer in cache.layers]
-            head = target.lm_head
-            last = hidden[:, -1] if head.weight.is_meta else hidden[:, -1].to(head.weight.device)
-            draft = choose(head(last).float())
+            draft = choose(head_logits(target, hidden[:, -1]))
             next_ids, residual = draft[None].to(noise_ids.device), residual[:, -1:]
             positions = torch.full_like(positions[:, -1:], position + step)
         for layer, state in zip(cache.layers, verified, strict=True):

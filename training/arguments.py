@@ -19,14 +19,15 @@ import yaml
 from transformers import TrainingArguments
 
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
+from ..generation.cli import UsageError
 from ..generation.init import init_drafter
 
 FEATURES = ("online", "offline")
 KL_TEACHERS = ("mean_pool", "hc_head")
 
 
-class RecipeError(ValueError):
-    """A recipe that cannot be run as it is written: the command line's exit status is 2."""
+class RecipeError(UsageError):
+    """A recipe that cannot be run as it is written."""
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
     hyperdflash export run my-drafter    # writes my-drafter/README.md and my-drafter/training.png with the weights
 
-A run's folder holds `run.json` (target, data, versions), `recipe.yaml` (settings that differ from the defaults),
+A run's folder holds `run.json` (target, data, versions), `recipe.yaml` (settings),
 `command.txt`, and in every checkpoint transformers' `trainer_state.json` (the log). What is not there is said to be
 missing. Nothing here reads weights.
 """
@@ -20,7 +20,8 @@ from huggingface_hub import ModelCardData
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 
-STATE_FILE, PICTURE_FILE, COMMAND_FILE = "trainer_state.json", "training.png", "command.txt"
+RUN_FILE, RECIPE_FILE, COMMAND_FILE = "run.json", "recipe.yaml", "command.txt"
+STATE_FILE, PICTURE_FILE = "trainer_state.json", "training.png"
 TAGS = ["speculative-decoding", "deepseek-v4", "dflash", "hyperdflash"]
 
 # What the card takes from run.json.
@@ -127,8 +128,8 @@ def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
     folder = run_dir if run_dir is not None else checkpoint
     command = _read(folder / COMMAND_FILE, str)
     return Run(
-        facts=_read(folder / "run.json", _mapping(json.loads, *FACTS)),
-        recipe=_read(folder / "recipe.yaml", _mapping(yaml.safe_load)),
+        facts=_read(folder / RUN_FILE, _mapping(json.loads, *FACTS)),
+        recipe=_read(folder / RECIPE_FILE, _mapping(yaml.safe_load)),
         # `hub_token=hf_...` on a command line is not for the public.
         command=command and re.sub(r"(token=)\S+|\bhf_\w{20,}", r"\1<removed>", command),
         state=state,

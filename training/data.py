@@ -207,6 +207,12 @@ def load_data_with_report(
     return encoded.remove_columns(["reason", "error"]), report
 
 
+def load_recipe_data(args, files: list[str], tokenizer) -> "tuple[datasets.Dataset, DataReport]":
+    """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features."""
+    settings = {name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length", "skip_bad_rows")}
+    return load_data_with_report(files, tokenizer, **settings)
+
+
 def hash_data(dataset: "datasets.Dataset") -> str:
     """sha256 over `input_ids` and `loss_mask` of all rows, in their order; where they came from does not enter."""
     digest = hashlib.sha256()

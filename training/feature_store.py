@@ -130,7 +130,7 @@ class FeatureWriter:
 
     Attributes:
         missing (`list[range]`): samples still to be added, one range a shard.
-        num_bytes (`int`): what they will take.
+        num_missing_tokens, num_bytes (`int`): their tokens, and what they will take.
 
     Nothing is written before `start`. Raises `ValueError` for a folder with other settings (the fields are named),
     `OSError` for a path that cannot be written or when the disk is too small.
@@ -149,7 +149,8 @@ class FeatureWriter:
         self._firsts = [samples.start for samples in self.shards]
         self._buffers: dict[int, _ShardBuffer] = {}
         self.missing = self._missing()
-        self.num_bytes = self.token_bytes * sum(self.lengths[i] for samples in self.missing for i in samples)
+        self.num_missing_tokens = sum(self.lengths[i] for samples in self.missing for i in samples)
+        self.num_bytes = self.token_bytes * self.num_missing_tokens
         if _stored_head(self.root) is None:
             self.num_bytes += 2 * config.vocab_size * config.target_hidden_size * 2
         self._check_space()
@@ -184,11 +185,11 @@ class FeatureWriter:
 
     def estimate(self) -> str:
         """One line for people: what will be written, and what is free."""
-        tokens = sum(self.lengths[i] for samples in self.missing for i in samples)
         free = shutil.disk_usage(_existing(self.root)).free
         return (
-            f"{self.folder}: {tokens:,} of {self.manifest.num_tokens:,} tokens to write, {_size(self.token_bytes)} "
-            f"each: {_size(self.num_bytes)} in {len(self.missing):,} shards; {_size(free)} free"
+            f"{self.folder}: {self.num_missing_tokens:,} of {self.manifest.num_tokens:,} tokens to write, "
+            f"{_size(self.token_bytes)} each: "
+            f"{_size(self.num_bytes)} in {len(self.missing):,} shards; {_size(free)} free"
         )
 
     def _check_space(self) -> None:

@@ -11,20 +11,19 @@ Legend: B batch, T sequence.
 
 import argparse
 import hashlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.generate import load_target
 from ..generation.init import drafter_config, resolve_revision
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
-from .data import hash_data, hash_tokenizer, load_data
+from .data import hash_data, hash_tokenizer, load_recipe_data
 from .feature_store import FeatureWriter, OfflineFeatures, open_shard
 from .rows import progress_is_hidden
 from .target import OnlineFeatures
@@ -45,7 +44,6 @@ def feature_settings(
         split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
     """
     folder = Path(args.target).expanduser()
-    # A branch moves: what a Hub id stands for is a commit
     return {
         "target": str(folder.resolve()) if folder.is_dir() else args.target,
         "target_revision": args.target_revision,  # a commit: a branch would move
@@ -64,8 +62,12 @@ def tapped_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
     """The configuration of the run's drafter, which says what is read of the target; no weights are opened."""
     if args.init_from:
         return HyperDFlashConfig.from_pretrained(args.init_from)
-    options = {name: value for name, value in args.drafter.items() if name != "seed"}
-    return drafter_config(AutoConfig.from_pretrained(args.target, revision=args.target_revision), **options)
+    return new_drafter_config(args, AutoConfig.from_pretrained(args.target, revision=args.target_revision))
+
+
+def new_drafter_config(args: HyperDFlashTrainingArguments, target: DeepseekV4Config) -> HyperDFlashConfig:
+    """The configuration of the new drafter that the run's `drafter` options describe, for a target's."""
+    return drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
 
 
 def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS) -> None:
@@ -75,10 +77,8 @@ def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_toke
         rows (`datasets.Dataset`): with `input_ids`, the ones whose lengths the writer has.
         batch_tokens: of one forward, padding included; a longer sample is a batch of its own.
     """
-    total = sum(writer.lengths[i] for samples in writer.missing for i in samples)
-    with tqdm(
-        total=total, unit="tok", unit_scale=True, desc=f"features {writer.folder.name}", disable=progress_is_hidden()
-    ) as bar:
+    desc, hidden = f"features {writer.folder.name}", progress_is_hidden()
+    with tqdm(total=writer.num_missing_tokens, unit="tok", unit_scale=True, desc=desc, disable=hidden) as bar:
         for samples in writer.missing:
             for batch in make_batches(samples, writer.lengths, batch_tokens):
                 ids = [torch.tensor(row) for row in rows[batch]["input_ids"]]
@@ -168,21 +168,16 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status, 2 for a recipe that cannot be run as it is written."""
-    try:
-        recipe = load_recipe(args.recipe, args.overrides)
-        if not recipe.features_dir:
-            raise RecipeError("features_dir says where features go: add it to the recipe, or features_dir=...")
-    except RecipeError as error:
-        print(f"hyperdflash features: {error}", file=sys.stderr)
-        return 2
+    """Run the command; returns the exit status. Raises `RecipeError` for a recipe that cannot be run as it is."""
+    recipe = load_recipe(args.recipe, args.overrides)
+    if not recipe.features_dir:
+        raise RecipeError("features_dir says where features go: add it to the recipe, or features_dir=...")
     recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
     tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
     config, splits = tapped_config(recipe), {}
     for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
         if files:
-            options = {name: getattr(recipe, name) for name in ("mode", "effort", "generation", "max_length")}
-            rows = load_data(files, tokenizer, skip_bad_rows=recipe.skip_bad_rows, **options)
+            rows, _ = load_recipe_data(recipe, files, tokenizer)
             splits[split] = rows, feature_settings(recipe, rows, tokenizer, config, split)
     if args.verify:
         _verify_all(recipe, splits)

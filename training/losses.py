@@ -99,17 +99,18 @@ class _HeadLoss(torch.autograd.Function):
             total = softmax.sum(-1)
             ce[rows] = (highest + total.log() - logits.gather(-1, target)[..., 0]) * valid
             correct[rows] = (choice == target[..., 0]) & valid
-            grad_logits = softmax.div_(total.unsqueeze(-1))
-            grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
-            grad_logits *= (ce_scale * valid).unsqueeze(-1)
             if P:
                 log_p = (_logits(teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
                 log_q = (logits[:, :P] / temperature).log_softmax(-1)
                 p = log_p.exp()
                 kl[rows] = (log_p.sub_(log_q).mul_(p)).sum(-1) * valid[:, :P]
-                scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
-                grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
             if needs_grad:
+                grad_logits = softmax.div_(total.unsqueeze(-1))
+                grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
+                grad_logits *= (ce_scale * valid).unsqueeze(-1)
+                if P:
+                    scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
+                    grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
                 grad[rows] = grad_logits.to(lm_head.dtype) @ lm_head
         loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
         ctx.save_for_backward(grad)

@@ -1,13 +1,17 @@
 """What a run would take (`hyperdflash train --dry-run`), and where its time went (`--profile`)."""
 
+import math
+
 from .arguments import HyperDFlashTrainingArguments
+from .feature_store import token_shapes
 
 
-def steps_of(args: HyperDFlashTrainingArguments, num_samples: int) -> tuple[int, int]:
-    """Samples of a step, and the run's steps."""
+def steps_of(args: HyperDFlashTrainingArguments, num_samples: int) -> tuple[int, int, int]:
+    """Samples of a step, steps of an epoch, and steps of the run."""
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     steps_an_epoch = -(-num_samples // samples)
-    return samples, args.max_steps if args.max_steps > 0 else int(-(-steps_an_epoch * args.num_train_epochs // 1))
+    steps = args.max_steps if args.max_steps > 0 else math.ceil(steps_an_epoch * args.num_train_epochs)
+    return samples, steps_an_epoch, steps
 
 
 def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
@@ -16,8 +20,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
     Args:
         parts (`training.train.Parts`): what the run is made of.
     """
-    samples, steps = steps_of(args, len(parts.train_dataset))
-    steps_an_epoch = -(-len(parts.train_dataset) // samples)
+    samples, steps_an_epoch, steps = steps_of(args, len(parts.train_dataset))
     tokens = parts.facts["num_tokens"]
     trainable, frozen = count_parameters(parts.model)
     print(f"target    {args.target}, drafter into {args.output_dir}")
@@ -60,8 +63,8 @@ def count_parameters(model) -> tuple[int, int]:
 
 
 def token_width(parts) -> int:
-    """Numbers of a token's residual."""
-    return parts.features.head.config.hc_mult * parts.features.head.config.hidden_size
+    """Numbers of a token's features."""
+    return sum(map(math.prod, token_shapes(parts.drafter.config).values()))
 
 
 def num_checkpoints(args: HyperDFlashTrainingArguments, steps: int) -> int:

@@ -28,15 +28,23 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from ..generation.generate import check_drafter_type, load_target
-from ..generation.init import drafter_config, new_drafter, resolve_revision, written_whole
+from ..generation.init import new_drafter, resolve_revision, target_name, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
 from .batches import SampleDataset
-from .card import check_installed, check_matplotlib, list_checkpoints, read_state
-from .data import DataReport, hash_data, load_data_with_report
+from .card import (
+    COMMAND_FILE,
+    RECIPE_FILE,
+    RUN_FILE,
+    check_installed,
+    check_matplotlib,
+    list_checkpoints,
+    read_state,
+)
+from .data import DataReport, hash_data, load_recipe_data
 from .export import BASE_FOLDER, export_drafter
-from .features import OfflineFeatures, feature_settings, tapped_config
+from .features import OfflineFeatures, feature_settings, new_drafter_config, tapped_config
 from .files import write_atomically
 from .plan import count_parameters, print_plan, print_profile, steps_of
 from .target import OnlineFeatures, TargetHead
@@ -45,7 +53,7 @@ from .trainer import HyperDFlashTrainer, Stopwatch
 logger = logging.get_logger(__name__)
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-RUN_FILE, RECIPE_FILE, COMMAND_FILE, FINAL = "run.json", "recipe.yaml", "command.txt", "final"
+FINAL = "final"  # of a run's folder: what is published
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 # Settings that a run cannot change on the way, and those that it can, with a warning.
 FIXED = (
@@ -151,6 +159,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         if eval_rows is not None:
             settings = feature_settings(args, eval_rows, tokenizer, config, "eval")
             eval_stored = OfflineFeatures(args.features_dir, settings, "eval")
+    data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head)
     drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
@@ -162,7 +171,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         target=target,
         train_dataset=SampleDataset(train_rows, stored),
         eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
-        facts=run_facts(args, train_rows, report, eval_files, drafter, head)
+        facts=run_facts(args, train_rows, report, eval_files, drafter, head, data_sha256)
         | {"num_trainable_parameters": count_parameters(model)[0]},
     )
 
@@ -170,15 +179,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
 def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
     """Rows and what was left out of them, said once; the first process reads, the others take its cache."""
     with args.main_process_first(desc="data"):
-        rows, report = load_data_with_report(
-            files,
-            tokenizer,
-            mode=args.mode,
-            effort=args.effort,
-            generation=args.generation,
-            max_length=args.max_length,
-            skip_bad_rows=args.skip_bad_rows,
-        )
+        rows, report = load_recipe_data(args, files, tokenizer)
     if args.should_log:
         print("\n".join(report.lines()), flush=True)
     return rows, report
@@ -194,8 +195,7 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
         if args.should_log and not args.resume_from_checkpoint:
             print(f"weights of {args.init_from}; optimizer and schedule start anew", flush=True)
     else:
-        options = {name: value for name, value in args.drafter.items() if name != "seed"}
-        config = drafter_config(head.config, **options)
+        config = new_drafter_config(args, head.config)
         drafter = new_drafter(config, head.identity(), args.drafter.get("seed", args.seed))
     if drafter.config.block_size < 2:
         raise ValueError(f"block_size {drafter.config.block_size} leaves no slot to train: it counts the anchor")
@@ -225,12 +225,6 @@ def with_lora(drafter: HyperDFlashModel, options: dict):
     except TypeError as error:
         raise RecipeError(f"lora: {error}; it takes the arguments of peft's LoraConfig") from error
     return get_peft_model(drafter, config)
-
-
-def target_name(target: str) -> str:
-    """The Hub id, or a folder's own name."""
-    folder = Path(target).expanduser()
-    return folder.resolve().name if folder.is_dir() else target
 
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
@@ -328,9 +322,8 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
             logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}: the learning rate follows")
 
 
-def run_facts(args, rows, report: DataReport, eval_files: list[dict], drafter, head: TargetHead) -> dict:
+def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
     """What the card and a later resume need to know."""
-    data_sha256 = hash_data(rows)
     return {
         "target": drafter.config.target_name_or_path,
         "target_revision": drafter.config.target_revision,
@@ -399,7 +392,7 @@ def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> Non
 
 def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
     """The first step of a run, in a folder that is gone afterwards, and what it says about the others."""
-    _, num_steps = steps_of(args, len(parts.train_dataset))
+    *_, num_steps = steps_of(args, len(parts.train_dataset))
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir, args.max_steps = folder, 1
         args.save_strategy = args.eval_strategy = "no"
@@ -430,18 +423,14 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--dry-run", action="store_true", help="print the plan, run one step, write nothing")
     parser.add_argument("--profile", action="store_true", help="print where the time went")
-    parser.set_defaults(run=run, parser=parser)
+    parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status, 2 for a recipe that cannot be run as it is written."""
+    """Run the command; returns the exit status. Raises what `train` raises."""
     public = [override for override in args.overrides if not override.partition("=")[0].endswith("_token")]
     command = shlex.join(["hyperdflash", "train", args.recipe, *public])
-    try:
-        values = recipe_values(args.recipe, args.overrides)
-        train(values, command=command, dry_run=args.dry_run, profile=args.profile)
-    except RecipeError as error:
-        print(f"hyperdflash train: {error}", file=sys.stderr)
-        return 2
+    values = recipe_values(args.recipe, args.overrides)
+    train(values, command=command, dry_run=args.dry_run, profile=args.profile)
     return 0

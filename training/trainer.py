@@ -19,9 +19,12 @@ from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
+from ..generation.metrics import timed_greedy
+from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
 from .batches import EpochSampler, SampleDataset, collate
 from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks
+from .card import STATE_FILE
 from .losses import drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
@@ -236,22 +239,21 @@ class HyperDFlashTrainer(Trainer):
     # ---------------------------------------------------------------------------------------------------- evaluation
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """Loss at fixed anchors, and sums `(B, 6 * S)` in place of the library's logits and labels."""
+        """Sums `(B, 6 * S)` at fixed anchors in place of the library's logits and labels, and no loss: the library
+        would average batches, the sums give the exact one."""
         inputs = self._prepare_inputs(self._add_blocks(inputs, EVALUATION_STEP))
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss, sums = self.compute_loss(model, inputs, return_outputs=True)
-        return loss / self.accelerator.num_processes, sums.flatten(1), sums.flatten(1)
+            _, sums = self.compute_loss(model, inputs, return_outputs=True)
+        return None, sums.flatten(1), sums.flatten(1)
 
     def _summarize_predictions(self, prediction: EvalPrediction) -> dict:
         sums = torch.from_numpy(prediction.predictions).sum(0)
         return self._summarize(sums.view(6, -1))
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As in transformers, with exact means over all blocks, and real decoding where it is asked for."""
+        """As in transformers, with real decoding where it is asked for."""
         start = time.perf_counter()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        sums = torch.from_numpy(output.predictions).sum(0).view(6, -1)
-        output.metrics[f"{metric_key_prefix}_loss"] = self._summarize(sums)["loss"]
         if self.args.eval_decode_prompts:
             output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
         self._window_start += time.perf_counter() - start  # no training happened meanwhile
@@ -270,7 +272,7 @@ class HyperDFlashTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
-            if self.args.should_save and not (folder / "trainer_state.json").exists():
+            if self.args.should_save and not (folder / STATE_FILE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(f"{folder} was not written: {error}. Earlier checkpoints are kept") from error
 
@@ -288,25 +290,18 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, args: HyperDFla
     training, implementation = drafter.training, drafter.config._attn_implementation
     drafter.eval().set_attn_implementation("sdpa")
     autocast_forward = drafter.__dict__.pop("forward", None)  # accelerate's, under bf16: decoding has none
-    accepted, rounds = 0, 0
+    stats = SpeculativeStats()
     try:
         for index in indices:
             row = rows[index]
             prompt = torch.tensor([row["input_ids"][: max(row["loss_mask"].index(1), 1)]], device=target.device)
-            out = target.generate(
-                prompt,
-                assistant_model=drafter,
-                do_sample=False,
-                max_new_tokens=args.eval_decode_max_new_tokens,
-                return_dict_in_generate=True,
-            )
-            accepted += sum(out.speculation.num_accepted)
-            rounds += len(out.speculation.num_accepted)
+            out, _ = timed_greedy(target, prompt, args.eval_decode_max_new_tokens, drafter)
+            stats.extend(out.speculation)
     finally:
         drafter.train(training).set_attn_implementation(implementation)
         if autocast_forward is not None:
             drafter.forward = autocast_forward
-    return 1 + accepted / max(rounds, 1)
+    return stats.acceptance_length
 
 
 class Stopwatch:
