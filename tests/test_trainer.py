@@ -421,7 +421,8 @@ def test_lora_keeps_what_else_is_to_be_trained_whole():
 def launch(folder: Path, script: str) -> None:
     """Run a script in two processes, with the environment that `accelerate launch` and `torchrun` make."""
     file = folder / "script.py"
-    file.write_text(script)
+    # Everything is done and written by then; tearing down gloo's threads rarely aborts a process of a busy machine
+    file.write_text(f"{script}\nimport os\nsys.stdout.flush()\nos._exit(0)\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     done = subprocess.run(
