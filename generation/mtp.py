@@ -1,8 +1,8 @@
 """DeepSeek-V4's native multi-token-prediction module, which transformers leaves out.
 
 One V4 decoder layer that reads the target's un-collapsed residual and the embedding of the next token, and predicts
-the token after it. It lives under `mtp.0.*` in a checkpoint, in the official naming, and shares embedding and head
-with the target. `mtp_state_dict` / `load_mtp` write and read those tensors.
+the token after it. It lives under `mtp.0.*` in a checkpoint and shares embedding and head with the target.
+`mtp_state_dict` writes those tensors in the official naming; `load_mtp` reads that and transformers' naming.
 
     mtp = load_mtp(folder, target.config, max_drafts=3)
     target.generate(**inputs, assistant_model=mtp)      # the loop, and the promise, of the HyperDFlash drafter
@@ -178,8 +178,11 @@ def _official_name(name: str) -> str:
 
 
 def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int = 3) -> DeepseekV4MTP:
-    """Read `mtp.0.*` of a checkpoint folder. Raises `ValueError` when the folder has no such tensors, and by name for
-    DSpark, which the 0731 checkpoints carry in the same place."""
+    """Read `mtp.0.*` of a checkpoint folder, in the official naming or in transformers'.
+
+    Raises `ValueError` when the folder has no such module, or one of other shapes; by name for DSpark, which the 0731
+    checkpoints carry in the same place, and for quantised weights.
+    """
     tensors = _read_prefixed(Path(checkpoint), PREFIX)
     if any(name.startswith(f"{PREFIX}main_proj") for name in tensors):
         raise ValueError(
@@ -187,18 +190,32 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
         )
     if f"{PREFIX}e_proj.weight" not in tensors:
         raise ValueError(f"{checkpoint} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
+    scales = sorted(f"{name.removesuffix('weight')}scale" for name in tensors if name.endswith(".weight"))
+    scales = [name for name in scales if name in tensors]
+    if scales:
+        raise ValueError(f"{checkpoint} holds a quantised MTP module ({scales[0]}): convert its weights to bf16 first")
     mtp = DeepseekV4MTP(config, max_drafts)
-    state = {}
-    for name, value in mtp.state_dict().items():
-        if name == "layer.mlp.experts.gate_up_proj":
-            pairs = ([tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value)))
-            state[name] = torch.stack([torch.cat(pair) for pair in pairs])
-        elif name == "layer.mlp.experts.down_proj":
-            state[name] = torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])
-        else:
-            state[name] = tensors[PREFIX + _official_name(name)]
-    mtp.load_state_dict(state)
+    try:
+        state = {name: _find(tensors, name, value) for name, value in mtp.state_dict().items()}
+        mtp.load_state_dict(state)
+    except KeyError as error:
+        raise ValueError(f"{checkpoint} holds no whole MTP module: no tensor named {error.args[0]}") from error
+    except RuntimeError as error:  # of other shapes: the library names them all
+        raise ValueError(f"the MTP module of {checkpoint} does not fit the target's config: {error}") from error
     return mtp.eval()
+
+
+def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> torch.Tensor:
+    """The tensor of a checkpoint for our `name`; experts are fused in transformers' naming only."""
+    own = PREFIX + name.removeprefix("layer.")
+    if own in tensors:
+        return tensors[own]
+    if name == "layer.mlp.experts.gate_up_proj":
+        pairs = ([tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value)))
+        return torch.stack([torch.cat(pair) for pair in pairs])
+    if name == "layer.mlp.experts.down_proj":
+        return torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])
+    return tensors[PREFIX + _official_name(name)]
 
 
 def _read_prefixed(folder: Path, prefix: str) -> dict[str, torch.Tensor]:

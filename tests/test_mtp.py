@@ -7,7 +7,7 @@ from tiny_v4 import CSA, MIXED, SLIDING, assert_same_state, greedy, random_ids, 
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
 from hyperdflash.generation_hyperdflash import ResidualTap
 
 
@@ -122,3 +122,28 @@ def test_checkpoints_without_the_native_module_are_told_apart(tmp_path):
     save_file({"mtp.0.main_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="carries DSpark under mtp.*preview checkpoint"):
         load_mtp(tmp_path, tiny_config())
+
+
+@pytest.mark.parametrize("naming", ["official", "transformers"])
+def test_a_module_is_read_in_both_namings(tmp_path, naming):
+    mtp = tiny_mtp(tiny_target())
+    own = {f"mtp.0.{name.removeprefix('layer.')}": value.contiguous() for name, value in mtp.state_dict().items()}
+    save_file(mtp_state_dict(mtp, torch.float32) if naming == "official" else own, tmp_path / "model.safetensors")
+    loaded = load_mtp(tmp_path, tiny_config(), max_drafts=5)
+    assert loaded.max_drafts == 5
+    assert loaded.state_dict().keys() == mtp.state_dict().keys()
+    assert all(torch.equal(value, mtp.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+def test_what_is_wrong_with_a_checkpoints_module_is_named(tmp_path):
+    tensors = mtp_state_dict(tiny_mtp(tiny_target()))
+    file = tmp_path / "model.safetensors"
+    save_file({**tensors, "mtp.0.e_proj.scale": torch.ones(1)}, file)
+    with pytest.raises(ValueError, match=r"quantised MTP module \(mtp\.0\.e_proj\.scale\)"):
+        load_mtp(tmp_path, tiny_config())
+    save_file({name: value for name, value in tensors.items() if name != "mtp.0.norm.weight"}, file)
+    with pytest.raises(ValueError, match=r"no whole MTP module: no tensor named mtp\.0\.norm\.weight"):
+        load_mtp(tmp_path, tiny_config())
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="does not fit the target's config"):
+        load_mtp(tmp_path, tiny_config(hidden_size=48))

@@ -263,7 +263,10 @@ class HyperDFlashTrainer(Trainer):
         """Acceptance length of really decoding `eval_decode_prompts` prompts, greedily, pooled over rounds."""
         result = torch.zeros(1, dtype=torch.float64, device=self.args.device)
         if self.is_world_process_zero():
-            result += decode_prompts(self._drafter, self.decode_target, self.eval_dataset.rows, self.args)
+            args, rows = self.args, self.eval_dataset.rows
+            result += decode_prompts(
+                self._drafter, self.decode_target, rows, args.eval_decode_prompts, args.eval_decode_max_new_tokens
+            )
         return float(self.accelerator.reduce(result, "sum"))
 
     def _save_checkpoint(self, model, trial) -> None:
@@ -284,18 +287,23 @@ class HyperDFlashTrainer(Trainer):
 
 
 @torch.no_grad()
-def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, args: HyperDFlashTrainingArguments) -> float:
-    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round."""
-    indices = torch.linspace(0, len(rows) - 1, min(args.eval_decode_prompts, len(rows))).long().tolist()
+def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: int, max_new_tokens: int) -> float:
+    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round.
+
+    The drafter is left as it was: in training mode, with accelerate's forward and its own attention.
+    """
+    indices = torch.linspace(0, len(rows) - 1, min(num_prompts, len(rows))).long().tolist()
     training, implementation = drafter.training, drafter.config._attn_implementation
-    drafter.eval().set_attn_implementation("sdpa")
+    drafter.eval()
+    if implementation == "flex_attention":  # compiled for the shapes of training
+        drafter.set_attn_implementation("sdpa")
     autocast_forward = drafter.__dict__.pop("forward", None)  # accelerate's, under bf16: decoding has none
     stats = SpeculativeStats()
     try:
         for index in indices:
             row = rows[index]
             prompt = torch.tensor([row["input_ids"][: max(row["loss_mask"].index(1), 1)]], device=target.device)
-            out, _ = timed_greedy(target, prompt, args.eval_decode_max_new_tokens, drafter)
+            out, _ = timed_greedy(target, prompt, max_new_tokens, drafter)
             stats.extend(out.speculation)
     finally:
         drafter.train(training).set_attn_implementation(implementation)

@@ -1,0 +1,209 @@
+"""Train everything that the tiny world compares, one run after the other: `make tiny-baselines`. Resumable.
+
+    python examples/tiny/baselines.py                       # all runs, hours; goes on where it was stopped
+    python examples/tiny/baselines.py --only dflash-42      # one of them
+
+Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
+methods with three seeds at its whole budget, the ablations with one seed at a fifth of it. Weights go to
+`build/baselines/NAME/final`; what a run was and how it went to `docs/results/GROUP/training/NAME.json`, as it ends.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from hyperdflash.generation.init import new_drafter, written_whole
+from hyperdflash.training.arguments import load_recipe
+from hyperdflash.training.batches import collate
+from hyperdflash.training.card import list_checkpoints
+from hyperdflash.training.features import new_drafter_config
+from hyperdflash.training.files import write_atomically
+from hyperdflash.training.target import TargetHead
+from hyperdflash.training.train import make_trainer, prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path("examples/tiny/build")  # commands are run, and written down, as seen from the root
+RECIPE = "training/recipes/tiny_headline.yaml"
+RANDOM_GATE = BUILD / "baselines" / "random-gate-init"
+ABLATION_STEPS = 844
+SEEDS = (42, 43, 44)
+NOT_CURVES = ("eval_strategy=no",)  # one seed of a method shows how it learns
+
+
+@dataclass
+class Run:
+    """One training run.
+
+    Attributes:
+        group: the folder of its results, `headline` or `ablations`.
+        drafter: options of the drafter that differ from the recipe's.
+        settings: other `key=value` of the recipe.
+        what: what it is there to show.
+    """
+
+    name: str
+    group: str
+    what: str
+    drafter: dict = field(default_factory=dict)
+    settings: tuple[str, ...] = ()
+    seed: int = SEEDS[0]
+
+    @property
+    def output(self) -> Path:
+        return BUILD / "baselines" / self.name
+
+    @property
+    def is_mtp(self) -> bool:
+        return self.name.startswith("mtp")
+
+    def overrides(self) -> list[str]:
+        if self.is_mtp:
+            return list(self.settings)
+        drafter = load_recipe(RECIPE).drafter | self.drafter
+        return [f"output_dir={self.output}", f"seed={self.seed}", f"drafter={json.dumps(drafter)}", *self.settings]
+
+    def command(self) -> list[str]:
+        if self.is_mtp:
+            return ["examples/tiny/train_mtp.py", "--seed", str(self.seed), *self.overrides()]
+        return ["-m", "hyperdflash", "train", RECIPE, *self.overrides(), "resume_from_checkpoint=true"]
+
+
+HIDDEN = {"context_source": "hidden_layers", "reducer": "fc"}
+HIDDEN_FEATURES = f"features_dir={BUILD / 'features-hidden-layers'}"
+METHODS = {
+    "hyperdflash": ("the method: gated reducer, KL on two slots", {}, ()),
+    "mtp": ("the target's own MTP module, trained further on the target's text", {}, ()),
+    "dflash": (
+        "vanilla DFlash: intermediate layers, dense projection, no KL",
+        HIDDEN,
+        ("kl_alpha=0", HIDDEN_FEATURES),
+    ),
+    "mean": ("HyperDFlash with the average of the paths", {"reducer": "mean"}, ()),
+    "fc": ("HyperDFlash with a dense projection of the paths", {"reducer": "fc"}, ()),
+}
+ABLATIONS = {
+    "base": ("the method", {}, ()),
+    "kl-off": ("without KL", {}, ("kl_alpha=0",)),
+    "kl-hc-head": ("KL to the target's exact distribution", {}, ("kl_teacher=hc_head",)),
+    "gate-random": ("gate at random instead of the target's", {}, (f"init_from={RANDOM_GATE}",)),
+    "no-path-norm": ("without the norm of each path", {"reducer_path_norm": False}, ()),
+    "mean": ("average of the paths", {"reducer": "mean"}, ()),
+    "fc": ("dense projection of the paths", {"reducer": "fc"}, ()),
+    "hidden-layers": ("intermediate layers, dense projection", HIDDEN, (HIDDEN_FEATURES,)),
+    "dflash": ("the same without KL: vanilla DFlash", HIDDEN, ("kl_alpha=0", HIDDEN_FEATURES)),
+    "kl-1-slot": ("KL on one slot", {}, ("kl_num_slots=1",)),
+    "kl-6-slots": ("KL on all six slots", {}, ("kl_num_slots=6",)),
+    "gamma-0": ("all slots weigh alike", {}, ("gamma=0",)),
+    "gamma-2": ("slot weights decay twice as fast", {}, ("gamma=2",)),
+    "block-4": ("three drafts", {"block_size": 4}, ()),
+    "block-10": ("nine drafts", {"block_size": 10}, ()),
+}
+
+
+def runs() -> list[Run]:
+    """All runs, in the order in which they are made."""
+    out = []
+    for seed in SEEDS:
+        for name, (what, drafter, settings) in METHODS.items():
+            if name == "fc" and seed != SEEDS[0]:
+                continue
+            settings = settings if seed == SEEDS[0] else (*settings, *NOT_CURVES)
+            out.append(Run(f"{name}-{seed}", "headline", what, drafter, settings, seed))
+    for name, (what, drafter, settings) in ABLATIONS.items():
+        settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
+        out.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
+    return out
+
+
+def write_random_gate() -> None:
+    """A new drafter whose gate does not come from the target."""
+    args = load_recipe(RECIPE)
+    head = TargetHead.load(args.features_dir)
+    drafter = new_drafter(new_drafter_config(args, head.config), head.identity(), seed=0)
+    torch.manual_seed(0)
+    drafter._init_weights(drafter.reducer)
+    with written_whole(RANDOM_GATE) as folder:
+        drafter.save_pretrained(folder)
+
+
+def summarize(run: Run) -> None:
+    """Write down what the run was, its budget, and its curve."""
+    state = json.loads((ROOT / list_checkpoints(ROOT / run.output)[-1] / "trainer_state.json").read_text())
+    args = load_recipe(RECIPE, [setting for setting in run.overrides() if not setting.startswith("--")])
+    parameters, flops, tokens_an_epoch = costs(run, args)
+    steps = state["global_step"]
+    tokens = round(tokens_an_epoch * state["epoch"])
+    names = ("eval_acceptance_length", "eval_expected_acceptance_length", "eval_ce", "eval_kl")
+    curve = [
+        {"step": entry["step"], "tokens": round(tokens * entry["step"] / steps)}
+        | {name.removeprefix("eval_"): entry[name] for name in names if name in entry}
+        for entry in state["log_history"]
+        if "eval_acceptance_length" in entry
+    ]
+    summary = {
+        "name": run.name,
+        "what": run.what,
+        "command": shlex.join(["python", *run.command()]),
+        "seed": run.seed,
+        "steps": steps,
+        "tokens": tokens,
+        "parameters": parameters,
+        "flops_per_token": round(flops),
+        "curve": curve,
+    }
+    file = ROOT / "docs" / "results" / run.group / "training" / f"{run.name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, (json.dumps(summary, indent=1) + "\n").encode())
+    print(f"{file.relative_to(ROOT)}: {tokens:,} tokens, {flops / 1e6:.1f} MFLOP a token", flush=True)
+
+
+def costs(run: Run, args) -> tuple[int, float, int]:
+    """Parameters, FLOP of forward and backward a token (matrix products, on sixteen texts), tokens an epoch."""
+    from train_mtp import load_mtp, mtp_loss  # beside this file
+
+    args.hub_token, args.eval_strategy = None, "no"
+    parts = prepare(args)
+    trainer = make_trainer(args, parts)
+    batch = collate([parts.train_dataset[i] for i in range(0, 1600, 100)])
+    with FlopCounterMode(display=False) as counter:
+        if run.is_mtp:
+            model = load_mtp(args.target, parts.features.head.config).float()
+            mtp_loss(model, parts.features, batch)[0].backward()
+        else:
+            model = parts.drafter
+            trainer.compute_loss(model, trainer._add_blocks(batch, 0)).backward()
+    parameters = sum(p.numel() for p in model.parameters())
+    return parameters, counter.get_total_flops() / int(batch["lengths"].sum()), sum(parts.train_dataset.rows["length"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(run.name for run in runs())}")
+    args = parser.parse_args()
+    chosen = [run for run in runs() if not args.only or run.name in args.only]
+    if unknown := set(args.only or ()) - {run.name for run in chosen}:
+        parser.error(f"no run named {', '.join(sorted(unknown))}")
+    torch.set_num_threads(1)
+    for run in chosen:
+        if (ROOT / "docs" / "results" / run.group / "training" / f"{run.name}.json").exists():
+            print(f"{run.name}: done", flush=True)
+            continue
+        print(f"{run.name}: {run.what}", flush=True)
+        if HIDDEN_FEATURES in run.settings:
+            features = ["-m", "hyperdflash", "features", RECIPE, *run.overrides()]
+            subprocess.run([sys.executable, *features], cwd=ROOT, check=True)
+        if f"init_from={RANDOM_GATE}" in run.settings and not (ROOT / RANDOM_GATE).exists():
+            write_random_gate()
+        subprocess.run([sys.executable, *run.command()], cwd=ROOT, check=True)
+        summarize(run)
+
+
+if __name__ == "__main__":
+    main()
