@@ -307,10 +307,25 @@ class HyperDFlashAssistant:
             ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
             choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
         """
-        choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+        if self.markov_head is None:
+            choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+            return
+        hidden = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
+        logits, hidden = head_logits(target, hidden), hidden.to(self.norm.weight)
+        previous = noise_ids[0, :1].to(hidden.device)
+        for slot in range(num_drafts):
+            bias = self.markov_head(previous, hidden[slot : slot + 1])
+            previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
-        """Draft logits of one block.
+        """Draft logits of one block, without those of a sequential head.
+
+        Returns `(num_drafts, V)` in fp32, on the head's device; arguments as in `draft_hidden`.
+        """
+        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache))
+
+    def draft_hidden(self, context, noise_ids, position, num_drafts, target, cache):
+        """The drafter's output for the slots of one block.
 
         Args:
             context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
@@ -319,7 +334,7 @@ class HyperDFlashAssistant:
             position (`int`): the anchor's position.
 
         Returns:
-            `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
+            `torch.Tensor` of shape `(num_drafts, D)`, in the dtype of the target's embedding.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight = self.norm.weight
@@ -332,8 +347,7 @@ class HyperDFlashAssistant:
             position_ids=torch.arange(start, stop, device=weight.device)[None],
             cache=cache,
         )
-        hidden = output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
-        return head_logits(target, hidden)
+        return output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
 
     def assisted_decoding_loop(
         self,

@@ -42,6 +42,9 @@ EVERY_FIELD_CHANGED = {
     "sliding_window": 16,
     "max_position_embeddings": 512,
     "use_cache": False,
+    "draft_head": "markov",
+    "markov_rank": 8,
+    "markov_gate": True,
     "target_name_or_path": "some/target",
     "target_revision": "0123abc",
     "target_fingerprint": {"norm.weight": [1.0, 1.0]},
@@ -80,6 +83,8 @@ def test_the_changed_fields_are_all_fields():
     ("fields", "named"),
     [
         ({"block_size": 0}, "block_size.*0"),
+        ({"draft_head": "rnn"}, "draft_head is one of .*'rnn'"),
+        ({"markov_rank": 0}, "markov_rank.*0"),
         ({"mask_token_id": 129280}, "mask_token_id 129280.*129280"),
         ({"mask_token_id": -1}, "mask_token_id -1"),
         ({"context_source": "hidden_layers", "reducer": "fc", "target_layer_ids": [43]}, r"\[43\].*0\.\.42"),

@@ -1,0 +1,131 @@
+"""The Markov head: a slot's logits are biased by the token chosen before it, in training as in decoding."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
+
+from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.training.blocks import make_blocks, previous_ids
+from hyperdflash.training.losses import drafter_loss, slot_weights
+
+
+def markov_drafter(target, *, gate=False, std=1.0, **kwargs) -> HyperDFlashModel:
+    """A random drafter whose bias decides as much as its logits."""
+    drafter = tiny_drafter(target, draft_head="markov", markov_rank=8, markov_gate=gate, **kwargs)
+    torch.nn.init.normal_(drafter.markov_head.markov_w1, std=std)
+    torch.nn.init.normal_(drafter.markov_head.markov_w2, std=std)
+    return drafter
+
+
+def test_a_new_head_changes_no_logit():
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_head="markov", markov_rank=8)
+    hidden = torch.randn(3, target.config.hidden_size)
+    assert not drafter.markov_head(torch.tensor([1, 2, 3]), hidden).any()
+    assert drafter.markov_head.markov_w1.any()
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_the_bias_is_low_rank_and_weighed_by_the_gate(gate):
+    drafter = markov_drafter(tiny_target(), gate=gate)
+    head, hidden = drafter.markov_head, torch.randn(2, 32)
+    row = head.markov_w1[[5, 9]]
+    if gate:
+        row = row * torch.sigmoid(hidden @ head.gate.weight.T + head.gate.bias)
+    torch.testing.assert_close(head(torch.tensor([5, 9]), hidden), row @ head.markov_w2.T)
+
+
+def test_previous_ids_are_the_anchor_and_then_the_labels():
+    ids = torch.tensor([[10, 11, 12, 13, 14, 15]])
+    blocks = make_blocks(ids, torch.ones_like(ids), torch.tensor([[1, 3]]), block_size=4, mask_token_id=63)
+    assert blocks.labels.tolist() == [[[12, 13, 14], [14, 15, -100]]]
+    assert previous_ids(blocks).tolist() == [[11, 11, 12, 13, 13, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("chunk_size", [3, 1000])
+def test_the_loss_and_all_its_gradients_are_autograds(chunk_size):
+    torch.manual_seed(0)
+    N, S, D, V, R, P = 5, 3, 8, 11, 4, 2
+    leaves = [torch.randn(N, S, D), torch.randn(N, S, R), torch.randn(V, R)]
+    hidden, states, w2 = (x.requires_grad_() for x in leaves)
+    lm_head, teacher = torch.randn(V, D), torch.randn(N, P, D)
+    labels = torch.randint(V, (N, S))
+    labels[1, 1:] = labels[4] = -100
+    options = {"gamma": 4.0, "alpha": 0.3, "temperature": 2.0}
+    ours = drafter_loss(
+        hidden, labels, lm_head, teacher, **options, chunk_size=chunk_size, markov_states=states, markov_w2=w2
+    )
+    got = torch.autograd.grad(ours.loss * 3, (hidden, states, w2))
+
+    logits, valid = hidden @ lm_head.T + states @ w2.T, labels != -100
+    ce = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=-100)
+    weights = slot_weights(S, 4.0)
+    loss = (ce * weights).sum() / (weights * valid.sum(0)).sum()
+    p, q = (teacher @ lm_head.T / 2).log_softmax(-1), (logits[:, :P] / 2).log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1) * valid[:, :P]
+    loss = loss + 0.3 * 4 / P * (kl.sum(0) / valid[:, :P].sum(0)).sum()
+    torch.testing.assert_close(ours.loss, loss)
+    for a, b in zip(got, torch.autograd.grad(loss * 3, (hidden, states, w2)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(ours.correct, (logits.argmax(-1) == labels) & valid)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gate", [False, True])
+def test_decoding_chooses_what_training_scores(gate, monkeypatch):
+    """Each draft is the most likely token of the logits that training sees with the drafts before it as labels."""
+    target = tiny_target()
+    drafter = markov_drafter(target, gate=gate, block_size=6)
+    rounds, own = [], drafter.propose
+
+    def recording(context, ids, noise_ids, position, num_drafts, target, cache, choose):
+        drafts = []
+
+        def choose_and_keep(logits):
+            drafts.append(choose(logits))
+            return drafts[-1]
+
+        own(context, ids, noise_ids, position, num_drafts, target, cache, choose_and_keep)
+        rounds.append((ids.clone(), torch.cat(drafts).clone(), noise_ids.clone()))
+
+    monkeypatch.setattr(drafter, "propose", recording)
+    greedy(target, random_ids(9), 20, assistant_model=drafter)
+    assert len(rounds) > 5
+    for ids, drafts, noise_ids in rounds:
+        with ResidualTap(target, drafter.config) as tap:
+            target(ids[:, :-1], use_cache=False)
+            residual = tap.take()
+        anchor = noise_ids[:, :1]
+        previous = torch.cat([anchor, anchor, drafts[None]], dim=1)[:, : noise_ids.shape[1]]
+        previous = F.pad(previous, (0, noise_ids.shape[1] - previous.shape[1]))
+        out = drafter(target.model.embed_tokens(noise_ids), residual, previous_ids=previous)
+        logits = target.lm_head(out.last_hidden_state) + out.markov_states @ drafter.markov_head.markov_w2.T
+        assert logits[0, 1 : 1 + len(drafts)].argmax(-1).tolist() == drafts.tolist()
+
+
+@pytest.mark.parametrize("gate", [False, True])
+def test_greedy_ids_are_plain_decodings(gate):
+    target = tiny_target()
+    drafter = markov_drafter(target, gate=gate)
+    for length in (1, 7, 8, 20):
+        prompt = random_ids(length, seed=length)
+        want = greedy(target, prompt, 24)
+        assert greedy(target, prompt, 24, assistant_model=drafter).tolist() == want.tolist()
+
+
+def test_a_drafter_without_the_head_has_none_of_its_tensors_and_ignores_its_options(tmp_path):
+    target = tiny_target()
+    plain = tiny_drafter(target)
+    plain.save_pretrained(tmp_path)
+    assert not any("markov" in name for name in load_file(tmp_path / "model.safetensors"))
+    assert plain.markov_head is None
+
+
+def test_a_saved_head_is_loaded_with_the_drafter(tmp_path):
+    drafter = markov_drafter(tiny_target(), gate=True)
+    drafter.save_pretrained(tmp_path)
+    loaded = HyperDFlashModel.from_pretrained(tmp_path)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in drafter.state_dict().items())
