@@ -39,7 +39,7 @@ from .clock import timed_call
 from .generate import DTYPES, load_target
 from .init import GATE_TENSORS, TargetCheckpoint, read_identity
 from .methods import PROMPT_LOOKUP, TARGET_ONLY, Arm, Method, check_methods, identify, load_arms, parse_methods, place
-from .metrics import first_difference
+from .metrics import TIE_GAPS, first_difference
 from .plot import check_pictures, draw_pictures
 from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
 from .records import KEY, Records
@@ -50,11 +50,6 @@ from .trace import write_trace
 WARM_UP_TOKENS = 16
 TRACE_FILE = "trace.html"
 MOST_SHOWN = 20  # differences, in the terminal
-
-# Forwards of one token and of a block round differently: by up to 1.3e-5 in a logit of the tiny target in fp32, and
-# 0.13 in bf16, and the gap of two logits moves by up to twice that. Where it is at most this, a tie explains another
-# token. fp32 has room to spare: so small a gap is rare enough that a wrong token would not hide behind it.
-TIE_GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from ..training.rows import read_rows, to_messages
 from .demo import PROMPTS
 from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
 from .generate import DTYPES, check_drafter_type, load_drafter, load_target
-from .metrics import first_difference
+from .metrics import TIE_GAPS, first_difference
 
 BUILT_IN_PROMPTS = (
     *PROMPTS.values(),
@@ -191,7 +191,7 @@ def check_lossless(pair: Pair) -> Finding:
         return Finding("lossless", OK, f"the same {len(pair.plain)} greedy outputs with and without the drafter")
     position, gap = max(gaps, key=lambda found: found[1])
     text = f"{len(gaps)} of {len(pair.plain)} greedy outputs differ with the drafter"
-    if gap <= (1e-3 if pair.target.dtype == torch.float32 else 0.25):
+    if gap <= TIE_GAPS[pair.head.lm_head.dtype]:
         return Finding("lossless", OK, f"{text}, each at a tie of the target (top-2 gap {gap:.1e})")
     text += f", though the target's top-2 gap at position {position} is {gap:.2g}"
     return Finding("lossless", FAIL, text, "report it: verification is wrong for this target")

@@ -744,7 +744,7 @@ def test_an_mtp_module_has_the_targets_dtype_with_fp32_where_the_target_has_it(w
     assert kinds["layer.attn_hc.base"] == kinds["hc_head.hc_fn"] == torch.float32
 
 
-# --------------------------------------------------------------------------------------------------------------- traces
+# -------------------------------------------------------------------------------------------------------------- traces
 
 
 def test_a_trace_shows_every_drafter_on_each_sets_first_prompt_and_measures_nothing(command, tmp_path):
