@@ -9,7 +9,14 @@ CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflas
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 
-.PHONY: demo test test-fast lint bench closure tiny tiny-drafter clean
+# Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
+RUNS := $(TINY)/build/baselines
+HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
+seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
+BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
+  --dtype float32 --threads 1
+
+.PHONY: demo test test-fast lint bench closure tiny tiny-drafter tiny-baselines clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -57,6 +64,19 @@ tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an
 	cp -r $(TINY)/build/stage2/final/. $(TINY)/drafter/
 	$(BIN)/python $(TINY)/evaluate.py
 	$(MAKE) closure
+
+tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
+	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py
+	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
+	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
+	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
+	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/baselines.py --methods)
+	for name in headline ablations; do \
+	  mkdir -p docs/results/$$name && cp $(TINY)/build/benchmarks/$$name/*.* docs/results/$$name && \
+	  rm docs/results/$$name/records.jsonl docs/results/$$name/settings.json; \
+	done
+	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'

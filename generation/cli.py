@@ -7,8 +7,10 @@ import argparse
 import sys
 from importlib import import_module
 
+from huggingface_hub.errors import StrictDataclassError
+
 COMMANDS = {
-    **{name: f"hyperdflash.generation.{name}" for name in ("demo", "generate", "init")},
+    **{name: f"hyperdflash.generation.{name}" for name in ("demo", "generate", "init", "check", "benchmark", "plot")},
     **{name: f"hyperdflash.training.{name}" for name in ("features", "train", "export")},
 }
 DATA_COMMANDS = ("hyperdflash.training.preview", "hyperdflash.training.regenerate")
@@ -47,8 +49,9 @@ def main(argv: list[str] | None = None) -> int:
         logging.disable_progress_bar()  # of loading and saving; our own bars look for a terminal themselves
     try:
         return args.run(args)
-    except (ValueError, OSError, ImportError) as error:
-        print(f"hyperdflash {args.command}: {error}", file=sys.stderr)
+    except (ValueError, OSError, ImportError, StrictDataclassError) as error:
+        said = error.__cause__ if isinstance(error, StrictDataclassError) else error  # a config's, and what is wrong
+        print(f"hyperdflash {args.command}: {said or error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130

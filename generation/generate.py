@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..modeling_hyperdflash import HyperDFlashModel
 from .metrics import describe
 from .streaming import LEGEND, DraftStreamer
+from .trace import RoundRecorder, check_trace_path, write_trace
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -47,6 +49,9 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--show-drafts", action="store_true", help="colour accepted, own and rejected tokens (in a terminal)"
     )
+    parser.add_argument(
+        "--trace", type=Path, metavar="OUT.html", help="write a page that shows what became of every draft, and why"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device-map", help="as in transformers, e.g. auto")
     parser.add_argument("--target-revision")
@@ -66,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
     if args.show_drafts and args.drafter is None:
         raise ValueError("--show-drafts needs a drafter: hyperdflash generate TARGET DRAFTER ...")
+    if args.trace is not None:
+        if args.drafter is None:
+            raise ValueError("--trace needs a drafter: hyperdflash generate TARGET DRAFTER ...")
+        check_trace_path(args.trace)
     if args.threads:
         torch.set_num_threads(args.threads)
     target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
@@ -80,13 +89,25 @@ def run(args: argparse.Namespace) -> int:
     streamer = DraftStreamer(tokenizer)
     if args.show_drafts and streamer.console.is_terminal:
         streamer.console.print(LEGEND)
-    output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
+    recorder = RoundRecorder(target, drafter, tokenizer) if args.trace is not None else nullcontext()
+    with recorder:
+        output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
     num_new = output.sequences.shape[1] - input_ids.shape[1]
     line = f"{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s"
     if drafter is not None:
         line += f"; {describe(output.speculation)}"
     print(line, file=sys.stderr)
+    if args.trace is not None:
+        write_page(args, recorder, messages)
     return 0
+
+
+def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list[dict]) -> None:
+    """The page of --trace, under the last message."""
+    title = " ".join(messages[-1]["content"].split())
+    facts = {"Seed": str(args.seed)} if args.temperature > 0 else None
+    write_trace(args.trace, [recorder.trace(title if len(title) <= 100 else title[:99] + "…", facts)])
+    print(f"{args.trace}: {len(recorder.stats.num_drafts)} rounds", file=sys.stderr)
 
 
 def timed_generate(target, input_ids, args, drafter, streamer):

@@ -7,87 +7,20 @@ Prints (a) the time outside the forwards, of a round and of a plain step; (b) dr
 
 import argparse
 import statistics
-import time
-from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from ..cache_hyperdflash import RewindableSlidingLayer, make_rewindable
+from ..cache_hyperdflash import make_rewindable
 from ..generation_hyperdflash import SpeculativeStats
 from ..modeling_hyperdflash import HyperDFlashModel
+from .clock import Clock
 from .demo import PROMPTS, TINY
 from .demo import generate as generate_demo
 from .generate import load_drafter, load_target
 
 NEW_TOKENS = 96
-
-
-class Clock:
-    """Seconds inside the target's forward, the drafter's (with the embedding and LM head it borrows), and `crop`."""
-
-    def __init__(self, target, drafter):
-        self.target, self.drafter = target, drafter
-        self.borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
-        self.reset()
-
-    def reset(self):
-        self.crop_s, self.draft_by_round = 0.0, []
-        self.outside_s, self.step_s = [], []  # of every step after the first, from the end of the one before
-        self._starts, self._in_target, self._inside_s, self._last_end = {}, False, 0.0, None
-
-    @contextmanager
-    def running(self):
-        """Hooks on the modules for the length of a `with`."""
-        handles = [
-            handle
-            for module in (self.target, self.drafter, *self.borrowed)
-            for handle in (
-                module.register_forward_pre_hook(self._enter),
-                module.register_forward_hook(self._leave),
-            )
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    @contextmanager
-    def timing_crop(self):
-        """Time every layer's `crop`; apart from `running`'s first figure, which the time stamps would weigh on."""
-        crop = RewindableSlidingLayer.crop
-
-        def timed_crop(layer, tokens_to_remove):
-            start = time.perf_counter()
-            crop(layer, tokens_to_remove)
-            self.crop_s += time.perf_counter() - start
-
-        RewindableSlidingLayer.crop = timed_crop
-        try:
-            yield
-        finally:
-            RewindableSlidingLayer.crop = crop
-
-    def _enter(self, module, args):
-        self._in_target |= module is self.target
-        self._starts[module] = time.perf_counter()
-
-    def _leave(self, module, args, output):
-        end = time.perf_counter()
-        seconds = end - self._starts[module]
-        if module is self.target:
-            self._in_target = False
-            if self._last_end is not None:
-                self.step_s.append(end - self._last_end)
-                self.outside_s.append(end - self._last_end - seconds - self._inside_s)
-            self._last_end, self._inside_s = end, 0.0
-        elif module is self.drafter:
-            self.draft_by_round.append(seconds)
-            self._inside_s += seconds
-        elif not self._in_target:
-            self._inside_s += seconds
 
 
 def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:

@@ -5,7 +5,7 @@
 
 Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
 methods with three seeds at its whole budget, the ablations with one seed at a fifth of it. Weights go to
-`build/baselines/NAME/final`; what a run was and how it went to `docs/results/GROUP/training/NAME.json`, as it ends.
+`build/baselines/NAME/final`; what a run was and how it went to `docs/results/training/NAME.json`, as it ends.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Run:
     """One training run.
 
     Attributes:
-        group: the folder of its results, `headline` or `ablations`.
+        group: `headline` or `ablations`.
         drafter: options of the drafter that differ from the recipe's.
         settings: other `key=value` of the recipe.
         what: what it is there to show.
@@ -60,8 +60,20 @@ class Run:
         return BUILD / "baselines" / self.name
 
     @property
+    def summary(self) -> Path:
+        return ROOT / "docs" / "results" / "training" / f"{self.name}.json"
+
+    @property
     def is_mtp(self) -> bool:
         return self.name.startswith("mtp")
+
+    @property
+    def method(self) -> str:
+        """As `hyperdflash benchmark --methods` takes it."""
+        drafter = load_recipe(RECIPE).drafter | self.drafter
+        kind = {"hidden_layers": "dflash", "fc": "fc", "mean": "mean"}
+        name = kind.get(drafter.get("context_source"), kind.get(drafter.get("reducer"), "hyperdflash"))
+        return f"{name}:{drafter['block_size'] - 1}={self.output / 'final'}"
 
     def overrides(self) -> list[str]:
         if self.is_mtp:
@@ -158,10 +170,9 @@ def summarize(run: Run) -> None:
         "flops_per_token": round(flops),
         "curve": curve,
     }
-    file = ROOT / "docs" / "results" / run.group / "training" / f"{run.name}.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, (json.dumps(summary, indent=1) + "\n").encode())
-    print(f"{file.relative_to(ROOT)}: {tokens:,} tokens, {flops / 1e6:.1f} MFLOP a token", flush=True)
+    run.summary.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(run.summary, (json.dumps(summary, indent=1) + "\n").encode())
+    print(f"{run.summary.relative_to(ROOT)}: {tokens:,} tokens, {flops / 1e6:.1f} MFLOP a token", flush=True)
 
 
 def costs(run: Run, args) -> tuple[int, float, int]:
@@ -186,13 +197,17 @@ def costs(run: Run, args) -> tuple[int, float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(run.name for run in runs())}")
+    parser.add_argument("--methods", action="store_true", help="print the ablations as methods of a benchmark")
     args = parser.parse_args()
+    if args.methods:
+        print(*(run.method for run in runs() if run.group == "ablations"))
+        return
     chosen = [run for run in runs() if not args.only or run.name in args.only]
     if unknown := set(args.only or ()) - {run.name for run in chosen}:
         parser.error(f"no run named {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     for run in chosen:
-        if (ROOT / "docs" / "results" / run.group / "training" / f"{run.name}.json").exists():
+        if run.summary.exists():
             print(f"{run.name}: done", flush=True)
             continue
         print(f"{run.name}: {run.what}", flush=True)

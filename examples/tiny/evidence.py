@@ -1,0 +1,266 @@
+"""The tables and the picture of docs/evidence.md, from the files in docs/results: no figure there is typed by hand.
+
+    python examples/tiny/evidence.py              # writes the tables into docs/evidence.md, and learning.png
+    python examples/tiny/evidence.py --check      # exit status 1 if the document says anything else
+
+A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark` and from
+`baselines.py`; `make tiny-baselines` runs all of it.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+
+from hyperdflash.training.files import write_atomically
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results"
+DOCUMENT = ROOT / "docs" / "evidence.md"
+# Beginning of a line in the results -> what the tables call it
+METHODS = {
+    "prompt-lookup:6": "prompt lookup (6)",
+    "mtp:3 (the target": "MTP (3), the target's own",
+    "mtp:3 (mtp": "MTP (3), trained further",
+    "mtp:6 (the target": "MTP (6), the target's own",
+    "mtp:6 (mtp": "MTP (6), trained further",
+    "dflash:6": "vanilla DFlash (6)",
+    "fc:6": "fc (6)",
+    "mean:6": "mean (6)",
+    "hyperdflash:6": "HyperDFlash (6)",
+}
+HYPERDFLASH, DFLASH = "hyperdflash:6", "dflash:6"
+CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
+    "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
+    "mean-42": ("mean", "#56b4e9", "s"),
+    "fc-42": ("fc", "#e69f00", "D"),
+    "dflash-42": ("vanilla DFlash", "#7f7f7f", "^"),
+    "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- figures
+
+
+def read_rows(group: str) -> list[dict]:
+    return json.loads((RESULTS / group / "results.json").read_text())["rows"]
+
+
+def read_training() -> dict[str, dict]:
+    """Summaries of training runs by name."""
+    files = sorted((RESULTS / "training").glob("*.json"))
+    return {file.stem: json.loads(file.read_text()) for file in files}
+
+
+def rows_of(rows: list[dict], method: str, temperature: float = 0) -> list[dict]:
+    return [row for row in rows if row["method"].startswith(method) and row["temperature"] == temperature]
+
+
+def means(rows: list[dict], name: str) -> list[float]:
+    """For each checkpoint, the mean of a figure over the sets."""
+    values = {}
+    for row in rows:
+        values.setdefault(row["checkpoint"], []).append(row[name])
+    return [fmean(v) for v in values.values()]
+
+
+def spread(values: list[float], form: str = "{:.2f}") -> str:
+    """Mean, and the standard deviation where there are several."""
+    text = form.format(fmean(values))
+    return f"{text} ± {stdev(values):.2f}" if len(values) > 1 else text
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+def headline(temperature: float) -> str:
+    """The paper's Table 2: speed-up and tau on every set."""
+    rows = read_rows("headline")
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    header = ["method", *(f"{name} {what}" for name in [*sets, "mean"] for what in ("speed-up", "tau"))]
+    lines = []
+    for method, label in METHODS.items():
+        own = rows_of(rows, method, temperature)
+        parts = [*([row for row in own if row["dataset"] == name] for name in sets), own]
+        cells = [
+            spread(means(part, name), form)
+            for part in parts
+            for name, form in (("speedup", "{:.2f}x"), ("acceptance_length", "{:.2f}"))
+        ]
+        lines.append([label, *cells])
+    return table(header, lines)
+
+
+def positions() -> str:
+    """The paper's Figure 1 in numbers: acceptance by position, mean over sets and seeds, temperature 0."""
+    rows = read_rows("headline")
+    lines = []
+    for method, label in METHODS.items():
+        rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method)]
+        rates = [fmean(column) for column in zip(*rates, strict=True)]
+        lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
+    return table(["method", *(str(k) for k in range(1, 7))], lines)
+
+
+def best_mtp(rows: list[dict], number: int, name: str, temperature: float) -> float:
+    """The better of the target's own module and the one trained further."""
+    modules = (f"mtp:{number} (the target", f"mtp:{number} (mtp")
+    return max(fmean(means(rows_of(rows, module, temperature), name)) for module in modules)
+
+
+def claims() -> str:
+    """Ratios of means over sets and seeds, the better MTP module counting, beside the paper's (non-thinking)."""
+    rows = read_rows("headline")
+    lines = []
+    for temperature, paper in (
+        (0, ("1.20", "1.72", "1.24", "1.59", "1.62")),
+        (1, ("1.19", "1.67", "1.20", "1.60", "1.55")),
+    ):
+
+        def ours(name, method=HYPERDFLASH, temperature=temperature):
+            return fmean(means(rows_of(rows, method, temperature), name))
+
+        tau, speed = "acceptance_length", "speedup"
+        ratios = {
+            "tau, HyperDFlash (6) / MTP (6)": ours(tau) / best_mtp(rows, 6, tau, temperature),
+            "tau, HyperDFlash (6) / vanilla DFlash (6)": ours(tau) / ours(tau, DFLASH),
+            "speed-up, HyperDFlash (6) / MTP (3)": ours(speed) / best_mtp(rows, 3, speed, temperature),
+            "speed-up, HyperDFlash (6) / MTP (6)": ours(speed) / best_mtp(rows, 6, speed, temperature),
+            "speed-up, HyperDFlash (6) / vanilla DFlash (6)": ours(speed) / ours(speed, DFLASH),
+        }
+        for (what, ratio), theirs in zip(ratios.items(), paper, strict=True):
+            lines.append([what, str(temperature), f"{ratio:.2f}", theirs])
+    return table(["", "temperature", "tiny world", "paper"], lines)
+
+
+def rounds() -> str:
+    """Where the time of a round goes, temperature 0, mean over sets and seeds."""
+    rows = read_rows("headline")
+    lines = []
+    for method, label in {"target-only": "plain decoding", **METHODS}.items():
+        own = rows_of(rows, method)
+        cells = [f"{1000 * fmean(row[f'{part}_seconds'] for row in own):.1f}" for part in ("draft", "verify", "other")]
+        efficiency = [row["efficiency"] for row in own if row["efficiency"] is not None]
+        lines.append([label, *cells, f"{fmean(efficiency):.2f}" if method != "target-only" else "–"])
+    return table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
+
+
+def training() -> str:
+    """What each headline run was given."""
+    lines = []
+    for name, run in read_training().items():
+        if name.startswith("ablation"):
+            continue
+        last = run["curve"][-1]["acceptance_length"] if run["curve"] else None
+        cells = [
+            f"{run['parameters'] / 1e6:.2f}M",
+            f"{run['tokens'] / 1e6:.2f}M",
+            f"{run['flops_per_token'] / 1e6:.0f}",
+        ]
+        lines.append([f"`{name}`", *cells, f"{last:.2f}" if last else "–"])
+    return table(["run", "parameters", "tokens", "MFLOP a token", "tau on validation prompts"], lines)
+
+
+def ablations() -> str:
+    """tau of every ablation on the held-out prompts, and its difference to the method itself."""
+    rows, runs = read_rows("ablations"), read_training()
+    by_name = {}
+    for row in rows:
+        if row["checkpoint"]:
+            by_name.setdefault(row["checkpoint"].split("/")[0], []).append(row)
+    base = fmean(row["acceptance_length"] for row in by_name["ablation-base"])
+    lines = []
+    for name, own in by_name.items():
+        tau = fmean(row["acceptance_length"] for row in own)
+        rates = [fmean(column) for column in zip(*(row["per_position_acceptance_rates"] for row in own), strict=True)]
+        cells = [f"{tau:.2f}", f"{tau - base:+.2f}", f"{rates[0]:.2f}", f"{rates[-1]:.2f}"]
+        lines.append([f"`{name.removeprefix('ablation-')}`", runs[name]["what"], *cells])
+    return table(["run", "", "tau", "difference", "first position", "last position"], lines).replace("---:", "---", 1)
+
+
+def reducers() -> str:
+    """The paper's Table 1: parameters and initialisation of the reducers, at V4-Flash and in the tiny world."""
+    lines = []
+    for name, starts in (("hc_gate", "the target's hc_head; norms at one"), ("fc", "at random"), ("mean", "none")):
+        sizes = []
+        for m, D in ((4, 4096), (4, 192)):
+            gate = f"{m * m * D:,} + {m + 1} gate, {m * D:,} norms"
+            sizes.append({"hc_gate": gate, "fc": f"{m * D * D:,}", "mean": "0"}[name])
+        lines.append([f"`{name}`", *sizes, starts])
+    return table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
+
+
+TABLES = {
+    "headline, temperature 0": lambda: headline(0),
+    "headline, temperature 1": lambda: headline(1),
+    "claims": claims,
+    "positions": positions,
+    "rounds": rounds,
+    "training": training,
+    "ablations": ablations,
+    "reducers": reducers,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def draw_learning() -> None:
+    """tau on the validation prompts against training tokens, and against training compute."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.2, 4), dpi=120, layout="constrained")
+    by_tokens, by_compute = figure.subplots(1, 2, sharey=True)
+    runs = read_training()
+    for name, (label, color, marker) in CURVES.items():
+        run = runs[name]
+        tau = [point["acceptance_length"] for point in run["curve"]]
+        tokens = [point["tokens"] / 1e6 for point in run["curve"]]
+        style = {"label": label, "color": color, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
+        by_tokens.plot(tokens, tau, **style)
+        by_compute.plot([t * run["flops_per_token"] / 1e6 for t in tokens], tau, **style)
+    by_tokens.set(xlabel="training tokens, millions", ylabel="tau, validation prompts, temperature 0")
+    by_compute.set(xlabel="training compute, TFLOP", xscale="log")
+    for axes in (by_tokens, by_compute):
+        axes.grid(alpha=0.25)
+    by_tokens.legend(frameon=False, fontsize="small")
+    figure.savefig(RESULTS / "headline" / "learning.png", metadata={"Software": None})
+
+
+# ------------------------------------------------------------------------------------------------------------ document
+
+
+def filled(text: str) -> str:
+    """The document with its tables made anew. Raises `KeyError` for a table that nothing makes."""
+    return re.sub(
+        r"<!-- ([^>]+?) -->\n.*?<!-- end -->",
+        lambda match: f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->",
+        text,
+        flags=re.DOTALL,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = DOCUMENT.read_text(encoding="utf-8")
+    if args.check:
+        if filled(text) != text:
+            print(f"{DOCUMENT} differs from docs/results: run examples/tiny/evidence.py", file=sys.stderr)
+            return 1
+        return 0
+    write_atomically(DOCUMENT, filled(text).encode())
+    draw_learning()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

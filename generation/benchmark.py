@@ -1,0 +1,453 @@
+"""`hyperdflash benchmark`: acceptance length and speed-up of several methods on the same prompts.
+
+    hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter prompt-lookup:6 \\
+        --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
+
+Every method answers a prompt before the next prompt comes, in an order that rotates, so that a machine that becomes
+slower does so for all. One warm-up call each comes first. Plain decoding (`target-only`) is always measured; later
+turns follow its answers for all methods, and at temperature 0 every other answer is compared with its own.
+
+Each call is a line of `records.jsonl` when it ends, and the same command goes on behind the last line. Out come
+`results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import math
+import platform
+import shlex
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..pairing_hyperdflash import target_fingerprint
+from ..training.answers import to_message
+from ..training.files import write_atomically
+from ..training.rows import progress_is_hidden
+from .cli import UsageError
+from .clock import timed_call
+from .generate import DTYPES, load_target
+from .init import GATE_TENSORS, TargetCheckpoint, read_identity
+from .methods import PROMPT_LOOKUP, TARGET_ONLY, Arm, Method, check_methods, identify, load_arms, parse_methods, place
+from .metrics import TIE_GAPS, first_difference
+from .plot import check_pictures, draw_pictures
+from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
+from .records import KEY, Records
+from .report import COMMAND_FILE, DEFINITIONS, lossless_line, make_rows, make_tables, write_report
+from .rounds import RoundRecorder, Trace
+from .trace import write_trace
+
+WARM_UP_TOKENS = 16
+TRACE_FILE = "trace.html"
+MOST_SHOWN = 20  # differences, in the terminal
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decoded with every method.
+
+    Attributes:
+        sets (`list[PromptSet]`): with the prompts chosen.
+        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding with the first seed only.
+        encoding (`dict`): `effort` and `generation` of `encode_with_mask`.
+        max_new_tokens (`int`): of an answer.
+    """
+
+    sets: list[PromptSet]
+    modes: list[str]
+    temperatures: list[float]
+    seeds: list[int]
+    encoding: dict
+    max_new_tokens: int
+
+    def cells(self):
+        """(set, mode, temperature, seed), in the order of measuring."""
+        for prompts in self.sets:
+            for mode in self.modes:
+                for temperature in self.temperatures:
+                    for seed in self.seeds if temperature > 0 else self.seeds[:1]:
+                        yield prompts, mode, temperature, seed
+
+    @property
+    def num_turns(self) -> int:
+        """Turns to be answered by each arm, if no prompt is too long."""
+        return sum(len(prompt.turns) for prompts, *_ in self.cells() for prompt in prompts.prompts)
+
+
+@dataclass
+class Benchmark:
+    """Measures a plan with all arms.
+
+    Attributes:
+        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
+        differences (`list[dict]`): greedy answers that are not target-only's.
+        num_compared (`int`): greedy answers that were compared.
+    """
+
+    target: torch.nn.Module
+    tokenizer: object
+    arms: list[Arm]
+    plan: Plan
+    records: Records
+    left_out: list[dict] = field(default_factory=list)
+    differences: list[dict] = field(default_factory=list)
+    num_compared: int = 0
+    is_warm: bool = False
+    bar: tqdm | None = None
+
+    def run(self) -> None:
+        """Measure what the records lack."""
+        total, hidden = self.plan.num_turns * len(self.arms), progress_is_hidden()
+        start = self.records.num_resumed
+        with tqdm(
+            total=total, initial=start, desc="Decoding", unit="call", disable=hidden, smoothing=0.05
+        ) as self.bar:
+            for prompts, mode, temperature, seed in self.plan.cells():
+                self.bar.set_postfix_str(f"{prompts.name}, {mode}, temperature {temperature:g}", refresh=False)
+                for number, prompt in enumerate(prompts.prompts):
+                    cell = {"dataset": prompts.name, "mode": mode, "temperature": temperature, "seed": seed}
+                    self.converse(cell, prompt, number)
+
+    def converse(self, cell: dict, prompt: Prompt, number: int) -> None:
+        """Have every turn of a prompt answered by all arms; `number` says which of them begins."""
+        messages = list(prompt.history)
+        order = self.arms[number % len(self.arms) :] + self.arms[: number % len(self.arms)]
+        for turn, text in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": text})
+            mode = cell["mode"]
+            ids, _ = encode_with_mask(
+                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
+            )
+            question = {**cell, "prompt": prompt.index, "turn": turn}
+            if len(ids) + self.plan.max_new_tokens > self.target.config.max_position_embeddings:
+                self.left_out.append({**question, "num_prompt_tokens": len(ids)})
+                self.bar.total -= (len(prompt.turns) - turn) * len(self.arms)
+                return
+            answers = {arm.key: self.answer(arm, ids, question) for arm in order}
+            if cell["temperature"] == 0:
+                self.compare(ids, answers, question)
+            messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
+
+    def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
+        """The ids of an answer: recorded before, or decoded and recorded now."""
+        names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
+        key = tuple(names[name] for name in KEY)
+        if key not in self.records.done:
+            self.warm_up(ids)
+            seed = call_seed(question["seed"], question["dataset"], question["prompt"], question["turn"])
+            figures = self.decode(arm, ids, self.plan.max_new_tokens, question["temperature"], seed)
+            self.records.append({**names, **figures})
+            self.bar.update()
+        return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
+
+    def warm_up(self, ids: list[int]) -> None:
+        """One short call an arm, not recorded, before the first that is."""
+        if not self.is_warm:
+            self.is_warm = True
+            for arm in self.arms:
+                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), self.plan.temperatures[0], 0)
+
+    def decode(self, arm: Arm, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        return timed_call(self.target, arm.options, ids, **options)
+
+    def traces(self) -> list[Trace]:
+        """The rounds of every drafter on the first prompt of each cell, decoded again: recording costs time."""
+        traces, drafters = [], [arm for arm in self.arms if arm.assistant is not None]
+        for prompts, mode, temperature, seed in tqdm(
+            list(self.plan.cells()), desc="Tracing", unit="cell", disable=progress_is_hidden()
+        ):
+            prompt = prompts.prompts[0]
+            messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+            ids, _ = encode_with_mask(
+                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
+            )
+            if len(ids) + self.plan.max_new_tokens > self.target.config.max_position_embeddings:
+                continue
+            for arm in drafters:
+                with RoundRecorder(self.target, arm.assistant, self.tokenizer) as recorder:
+                    of_call = call_seed(seed, prompts.name, prompt.index, 0)
+                    self.decode(arm, ids, self.plan.max_new_tokens, temperature, of_call)
+                name = f"{arm.method}, {arm.checkpoint}" if arm.checkpoint else arm.method
+                traces.append(recorder.trace(f"{name}: {prompts.name}, {mode}, temperature {temperature:g}"))
+        return traces
+
+    def compare(self, ids: list[int], answers: dict[tuple, list[int]], question: dict) -> None:
+        """Note where greedy answers part from target-only's, and whether a tie explains it."""
+        plain, *others = [torch.tensor([ids + answers[arm.key]], device=self.target.device) for arm in self.arms]
+        self.num_compared += len(others)
+        for arm, other in zip(self.arms[1:], others, strict=True):
+            if (difference := first_difference(self.target, plain, other)) is not None:
+                position, gap = difference
+                self.differences.append(
+                    {
+                        "method": arm.method,
+                        "checkpoint": arm.checkpoint,
+                        **question,
+                        "position": position - len(ids),
+                        "top2_gap": None if math.isnan(gap) else gap,
+                        "explained": gap <= self.tie_gap,
+                    }
+                )
+
+    @property
+    def tie_gap(self) -> float:
+        return TIE_GAPS[self.target.lm_head.weight.dtype]
+
+    @property
+    def eos_ids(self) -> set[int]:
+        eos = self.target.generation_config.eos_token_id
+        return set(eos if isinstance(eos, list) else [eos])
+
+    def results(self, *, complete: bool) -> dict:
+        """What `results.json` holds, less the environment."""
+        num_ties = sum(difference["explained"] for difference in self.differences)
+        return {
+            "definitions": DEFINITIONS,
+            "complete": complete,
+            "resumed": self.records.num_resumed,
+            "lossless": {
+                "num_compared": self.num_compared,
+                "num_ties": num_ties,
+                "num_unexplained": len(self.differences) - num_ties,
+                "tie_gap": self.tie_gap,
+            },
+            "left_out": self.left_out,
+            "rows": make_rows(list(self.records.done.values()), self.differences, len(self.arms)),
+        }
+
+    def empty_sets(self) -> list[str]:
+        """Sets and modes of which no prompt was short enough."""
+        empty = {}
+        for prompts, mode, *_ in self.plan.cells():
+            out = {
+                x["prompt"] for x in self.left_out if (x["dataset"], x["mode"], x["turn"]) == (prompts.name, mode, 0)
+            }
+            if len(out) == len(prompts.prompts):
+                empty[f"{prompts.name} ({mode})"] = None
+        return list(empty)
+
+
+def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
+    """The seed of one call: the same for all methods, and whatever was decoded before."""
+    digest = hashlib.sha256(json.dumps([seed, dataset, prompt, turn]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `benchmark` command to an argparse sub-parsers object."""
+    parser = subparsers.add_parser(
+        "benchmark",
+        help="measure acceptance length and speed-up of several methods",
+        description="Measure acceptance length and speed-up of several methods on the same prompts. The same command "
+        "goes on after a stop.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of a DeepSeek-V4")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        metavar="METHOD",
+        help="name:N[=CHECKPOINT[,CHECKPOINT...]], N drafts a round: target-only (always measured), prompt-lookup:N, "
+        "mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, fc:N=. Checkpoints "
+        "are folders or Hub ids (id@revision); several are one method trained with several seeds",
+    )
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help=f"public sets from the Hub, or SET@revision: {', '.join(PUBLIC_SETS)}",
+    )
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--num-prompts", type=int, help="of each set, after a seeded shuffle (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["non-thinking"])
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
+    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], metavar="S", help="of sampling; greedy needs none"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for records and results")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also write trace.html: every round of every method on the first prompt of each set, decoded once more",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
+    parser.add_argument("--target-revision")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns 1 when an answer differs without a tie, a set could not be had, or none of its prompts
+    was short enough; else 0."""
+    methods = _check(args)
+    sets, missing = _prompt_sets(args)
+    checkpoint = TargetCheckpoint(args.target, args.target_revision)
+    check_methods(methods, checkpoint)
+    records = Records(args.output, _settings(args, methods, sets, checkpoint))
+    records.check()
+    if not sets:
+        raise OSError("no set is left to measure")
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
+    arms = load_arms(methods, target, checkpoint, args.dtype)
+    encoding = {"effort": args.effort, "generation": args.generation}
+    plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
+    with records:
+        write_atomically(args.output / COMMAND_FILE, (_command(args) + "\n").encode())
+        benchmark = Benchmark(target, tokenizer, arms, plan, records)
+        facts = {"environment": _environment(args, target), "missing_sets": missing}
+        try:
+            benchmark.run()
+        except KeyboardInterrupt:
+            write_report(args.output, {**facts, **benchmark.results(complete=False)})
+            raise
+        results = {**facts, **benchmark.results(complete=True)}
+        write_report(args.output, results)
+        draw_pictures(args.output, results["rows"])
+        if args.trace:
+            write_trace(args.output / TRACE_FILE, benchmark.traces())
+    return _conclude(args, benchmark, results)
+
+
+def _check(args: argparse.Namespace) -> list[Method]:
+    """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
+    methods = parse_methods(args.methods)
+    check_names(args.datasets, args.prompts)
+    for name, least in (("num_prompts", 1), ("max_new_tokens", 1), ("threads", 1)):
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    for name in ("modes", "temperatures", "seeds"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values):
+            raise UsageError(f"--{name} has a value twice: {' '.join(map(str, values))}")
+    for temperature in args.temperatures:
+        if not 0 <= temperature < math.inf:
+            raise UsageError(f"--temperatures must be 0 (greedy) or above, got {temperature}")
+    if args.effort is not None and "thinking" not in args.modes:
+        raise UsageError(f"--effort {args.effort} is for thinking mode: add --modes thinking")
+    for mode in args.modes:
+        try:
+            encode_messages(
+                [{"role": "user", "content": "?"}], mode=mode, effort=args.effort, generation=args.generation
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if args.trace and all(method.name in (TARGET_ONLY, PROMPT_LOOKUP) for method in methods):
+        raise UsageError("--trace shows the rounds of drafters: add one to --methods")
+    check_pictures()
+    return methods
+
+
+def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
+    """The sets with their prompts chosen, and the names of those that could not be had, which is said."""
+    sets, missing = [read_file(path) for path in args.prompts], []
+    for dataset in args.datasets:
+        try:
+            sets.append(fetch(dataset))
+        except OSError as error:
+            print(f"hyperdflash benchmark: {error}", file=sys.stderr)
+            missing.append(dataset.partition("@")[0])
+    return [prompts.select(args.num_prompts) for prompts in sets], missing
+
+
+def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: TargetCheckpoint) -> dict:
+    """Everything that a record depends on."""
+    tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+    names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
+    digests = dict.fromkeys(dataset.partition("@")[0] for dataset in args.datasets)
+    return {
+        "target": checkpoint.name,
+        "target_revision": checkpoint.revision,
+        "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
+        "methods": {method.label: identify(method, checkpoint) for method in methods},
+        "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
+        **{name: getattr(args, name) for name in (*names, "dtype", "device_map", "threads")},
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    packages = ("hyperdflash", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _environment(args: argparse.Namespace, target) -> dict:
+    device = target.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return {
+        "versions": _versions(),
+        "device": f"{device.type} ({name})",
+        "dtype": str(target.lm_head.weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "command": _command(args),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _command(args: argparse.Namespace) -> str:
+    """The command as it would be typed, defaults included."""
+    words = ["hyperdflash", "benchmark", args.target]
+    for name, value in vars(args).items():
+        if name not in ("command", "run", "target") and value not in (None, [], False):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
+
+
+def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:
+    """Print the tables and what went wrong; the exit status."""
+    _print_tables(results)
+    if results["resumed"]:
+        print(f"{results['resumed']} calls were measured by an earlier run")
+    print(lossless_line(results))
+    for difference in benchmark.differences[:MOST_SHOWN]:
+        where = ", ".join(str(difference[name]) for name in KEY if difference[name] is not None)
+        kind = "a tie" if difference["explained"] else "NOT a tie"
+        gap = difference["top2_gap"]
+        print(f"  {where}: token {difference['position']}, the target's top-2 gap there is {gap}: {kind}")
+    if benchmark.left_out:
+        counts = Counter(name for name, _ in {(x["dataset"], x["prompt"]) for x in benchmark.left_out})
+        limit = benchmark.target.config.max_position_embeddings - args.max_new_tokens
+        text = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
+        print(f"left out, in whole or from a later turn on, as longer than {limit} tokens: {text}")
+    empty = benchmark.empty_sets()
+    for name in empty:
+        print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)
+    for name in results["missing_sets"]:
+        print(f"hyperdflash benchmark: the set {name} could not be had and was not measured", file=sys.stderr)
+    print(f"results: {args.output}")
+    return int(bool(results["lossless"]["num_unexplained"] or empty or results["missing_sets"]))
+
+
+def _print_tables(results: dict) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    for title, header, lines in make_tables(results["rows"]):
+        table = Table(title=title)
+        for i, column in enumerate(header):
+            table.add_column("\n".join(column.rsplit(" ", 1)), justify="right" if i else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)

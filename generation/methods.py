@@ -1,0 +1,280 @@
+"""What a benchmark compares: `name:N[=CHECKPOINT[,CHECKPOINT...]]`, and the assistants behind the names.
+
+    target-only                          plain decoding, always measured
+    prompt-lookup:6                      transformers' own, drafting from the prompt
+    mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native module, the target's own or another one
+    hyperdflash:6=A,B,C  dflash:6=D      a drafter; A, B and C are the same method trained with several seeds
+
+N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revision` pins one.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import safe_open
+
+from ..configuration_hyperdflash import HyperDFlashConfig
+from ..pairing_hyperdflash import check_shapes
+from .cli import UsageError
+from .generate import check_drafter_type, load_drafter
+from .init import INDEX_FILE, SINGLE_FILE, TargetCheckpoint, resolve_revision
+from .mtp import PREFIX, DeepseekV4MTP, load_mtp
+
+# What a drafter's configuration says when it is of the method.
+DRAFTERS = {
+    "dflash": {"context_source": "hidden_layers"},
+    "mean": {"context_source": "pre_hc_head", "reducer": "mean"},
+    "fc": {"context_source": "pre_hc_head", "reducer": "fc"},
+    "hyperdflash": {"context_source": "pre_hc_head", "reducer": "hc_gate"},
+}
+TARGET_ONLY, PROMPT_LOOKUP, MTP = "target-only", "prompt-lookup", "mtp"
+NAMES = (TARGET_ONLY, PROMPT_LOOKUP, MTP, *DRAFTERS)
+_SYNTAX = re.compile(r"(?P<name>[^:=]+)(:(?P<number>[^=]*))?(=(?P<checkpoints>.*))?")
+
+
+@dataclass(frozen=True)
+class Method:
+    """One line of a table.
+
+    Attributes:
+        label (`str`): `name:N`; with its checkpoints in brackets where the same `name:N` was asked for more than once.
+        name (`str`), num_drafts (`int`): the two parts of it; 0 drafts for plain decoding.
+        checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own MTP module.
+    """
+
+    label: str
+    name: str
+    num_drafts: int = 0
+    checkpoints: tuple[str, ...] = ()
+
+
+@dataclass
+class Arm:
+    """One thing measured: a method with one of its checkpoints.
+
+    Attributes:
+        method, checkpoint (`str`): labels in the results; the checkpoint's is None where there is none to choose.
+        options (`dict`): what `generate` is given.
+    """
+
+    method: str
+    checkpoint: str | None
+    options: dict
+
+    @property
+    def assistant(self):
+        return self.options.get("assistant_model")
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        return self.method, self.checkpoint
+
+
+# ------------------------------------------------------------------------------------------------------------- parsing
+
+
+def parse_methods(texts: list[str]) -> list[Method]:
+    """The methods in order, plain decoding first whether it was named or not.
+
+    Raises `UsageError` that names what cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
+    """
+    parsed = [_parse(text) for text in texts]
+    for name, number, checkpoints in parsed:
+        if parsed.count((name, number, checkpoints)) > 1 or len(set(checkpoints)) < len(checkpoints):
+            raise UsageError(f"--methods has {_text(name, number, checkpoints)} or one of its checkpoints twice")
+    labels = checkpoint_labels([checkpoint for *_, checkpoints in parsed for checkpoint in checkpoints])
+    methods = []
+    for name, number, checkpoints in parsed:
+        label = _text(name, number)
+        if name != TARGET_ONLY and sum((name, number) == other[:2] for other in parsed) > 1:
+            names = ", ".join(labels[c] for c in checkpoints)
+            label += f" ({names})" if names else " (the target's own)"
+        methods.append(Method(label, name, number or 0, checkpoints))
+    plain = [method for method in methods if method.name == TARGET_ONLY] or [Method(TARGET_ONLY, TARGET_ONLY)]
+    return plain + [method for method in methods if method.name != TARGET_ONLY]
+
+
+def _text(name: str, number: int | None, checkpoints: tuple[str, ...] = ()) -> str:
+    return name + (f":{number}" if number else "") + (f"={','.join(checkpoints)}" if checkpoints else "")
+
+
+def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
+    match = _SYNTAX.fullmatch(text)
+    name = match["name"] if match else text
+    if name not in NAMES:
+        raise UsageError(f"unknown method {name!r} in --methods; there are {', '.join(NAMES)}")
+    number, listed = match["number"], match["checkpoints"]
+    checkpoints = tuple(listed.split(",")) if listed is not None else ()
+    if name == TARGET_ONLY:
+        if number is not None or listed is not None:
+            raise UsageError(f"--methods {text}: {TARGET_ONLY} takes neither a number nor a checkpoint")
+        return name, None, ()
+    if number is None or not number.isdecimal() or int(number) < 1:
+        raise UsageError(f"--methods {text}: say how many drafts a round, as in {name}:6")
+    if not all(checkpoints):
+        raise UsageError(f"--methods {text}: a checkpoint behind '=' or ',' is empty")
+    if name in DRAFTERS and not checkpoints:
+        raise UsageError(f"--methods {text}: {name} needs a drafter, as in {name}:{number}=FOLDER")
+    if name == PROMPT_LOOKUP and checkpoints:
+        raise UsageError(f"--methods {text}: {PROMPT_LOOKUP} takes no checkpoint")
+    return name, int(number), checkpoints
+
+
+def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
+    """A short name for each: the last parts of its path, as many as tell all of them apart."""
+    parts = {c: Path(c).resolve().parts if Path(c).is_dir() else Path(c).parts for c in checkpoints}
+    depth = 1
+    while depth < max(map(len, parts.values()), default=1):
+        if len({p[-depth:] for p in parts.values()}) == len(parts):
+            break
+        depth += 1
+    return {c: "/".join(p[-depth:]) for c, p in parts.items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- loading
+
+
+def place(target: TargetCheckpoint) -> tuple[str, str | None]:
+    """Folder, or Hub id and commit."""
+    return (target.name, target.revision) if target.folder is None else (str(target.folder), None)
+
+
+def split_revision(checkpoint: str) -> tuple[str, str | None]:
+    """Hub id and revision of `id@revision`; a folder is a folder."""
+    if Path(checkpoint).expanduser().is_dir():
+        return str(Path(checkpoint).expanduser()), None
+    name, _, revision = checkpoint.partition("@")
+    return name, revision or None
+
+
+def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
+    """Read every drafter's configuration, and which tensors an MTP checkpoint has; no weights.
+
+    Raises `ValueError` for a drafter that is of another method, drafts fewer tokens a round, or was made for a target
+    of other shapes, and for no MTP module; `OSError` for no checkpoint at all.
+    """
+    for method in methods:
+        if method.name == MTP and not method.checkpoints:
+            find_mtp(*place(target))
+        for checkpoint in method.checkpoints:
+            name, revision = split_revision(checkpoint)
+            if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+                raise OSError(f"no folder {name}")
+            if method.name == MTP:
+                find_mtp(name, revision)
+                continue
+            check_drafter_type(name, revision)
+            config = HyperDFlashConfig.from_pretrained(name, revision=revision)
+            _check_drafter(method, checkpoint, config)
+            check_shapes(config, target.config)
+
+
+def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
+    found = {name: getattr(config, name) for name in ("context_source", "reducer")}
+    wanted = DRAFTERS[method.name]
+    if any(found[name] != value for name, value in wanted.items()):
+        kinds = [name for name, values in DRAFTERS.items() if all(found[n] == v for n, v in values.items())]
+        raise ValueError(
+            f"{checkpoint} is no drafter of method {method.name} ({_values(wanted)}): its configuration has "
+            f"{_values(found)}, method {' or '.join(kinds)}"
+        )
+    if method.num_drafts > config.block_size - 1:
+        raise ValueError(
+            f"{method.label}: {checkpoint} drafts at most {config.block_size - 1} tokens a round (block_size "
+            f"{config.block_size}, anchor included)"
+        )
+
+
+def _values(values: dict) -> str:
+    return ", ".join(f"{name} {value!r}" for name, value in values.items())
+
+
+def find_mtp(checkpoint: str, revision: str | None = None) -> Path:
+    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
+
+    Raises `ValueError` for a checkpoint without the native MTP module.
+    """
+    folder = Path(checkpoint).expanduser()
+    if folder.is_dir():
+        names, repository = _tensor_names(folder), None
+    else:
+        repository = TargetCheckpoint(checkpoint, revision)
+        names = repository.files
+    if f"{PREFIX}e_proj.weight" not in names:
+        raise ValueError(f"{checkpoint} holds no native MTP module: no tensor is named {PREFIX}e_proj.weight")
+    if repository is None:
+        return folder
+    shards = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
+    return [repository.file(shard) for shard in shards][0].parent
+
+
+def _tensor_names(folder: Path) -> set[str]:
+    if (folder / INDEX_FILE).is_file():
+        return set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
+    if not (folder / SINGLE_FILE).is_file():
+        raise OSError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
+    with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+        return set(file.keys())
+
+
+def identify(method: Method, target: TargetCheckpoint) -> list[str]:
+    """What the results of a method depend on besides its label: the content of folders, the commit of Hub ids."""
+    if method.name == MTP and not method.checkpoints:
+        shards = {file for name, file in target.files.items() if name.startswith(PREFIX)}
+        return [target.revision or _content(target.folder / shard for shard in shards)]
+    identities = []
+    for checkpoint in method.checkpoints:
+        name, revision = split_revision(checkpoint)
+        weights = Path(name).glob("*.safetensors")
+        identities.append(resolve_revision(name, revision) or _content([Path(name) / "config.json", *weights]))
+    return identities
+
+
+def _content(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file()):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype: str) -> list[Arm]:
+    """All arms in order, for the `target` loaded from `checkpoint`. What several methods name is loaded once.
+
+    Raises `ValueError` and `OSError` as `load_drafter` and `load_mtp` do.
+    """
+    most = max((method.num_drafts for method in methods if method.name == MTP), default=0)
+    labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
+    loaded, arms = {}, []
+    for method in methods:
+        for name in method.checkpoints or (None,):
+            key = (method.name == MTP, name)
+            if method.name == MTP and key not in loaded:
+                folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
+                loaded[key] = _placed(load_mtp(folder, target.config, most), target)
+            elif method.name in DRAFTERS and key not in loaded:
+                loaded[key] = load_drafter(*split_revision(name), dtype, target)
+            arms.append(Arm(method.label, labels.get(name), _options(method, loaded.get(key))))
+    return arms
+
+
+def _options(method: Method, assistant) -> dict:
+    if method.name == TARGET_ONLY:
+        return {}
+    if method.name == PROMPT_LOOKUP:
+        return {"prompt_lookup_num_tokens": method.num_drafts}
+    return {"assistant_model": assistant, "num_assistant_tokens": method.num_drafts}
+
+
+def _placed(mtp: DeepseekV4MTP, target) -> DeepseekV4MTP:
+    """The module on the target's device and in its dtype, with those parts in fp32 that DeepSeek-V4 keeps so."""
+    mtp.to(target.device)
+    for name, tensor in [*mtp.named_parameters(), *mtp.named_buffers()]:
+        keep = any(part in name for part in mtp._keep_in_fp32_modules_strict)
+        if tensor.is_floating_point() and not keep and "rotary_emb" not in name:
+            tensor.data = tensor.data.to(target.lm_head.weight.dtype)
+    return mtp

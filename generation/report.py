@@ -1,0 +1,281 @@
+"""From the records of a benchmark to its figures: rows, `results.json`, `results.csv` and `table.md`.
+
+A record is one `generate` call (`benchmark.py`). Records are summed up, never averaged: rounds of all calls are
+pooled, and seconds and tokens divided once at the end. Intervals are 95% bootstrap intervals over prompts, with a
+seed; for a speed-up the same prompts are drawn for both sides.
+
+    .venv/bin/python -m pytest tests/test_report.py
+"""
+
+import csv
+import io
+import json
+import statistics
+from pathlib import Path
+
+import numpy as np
+
+from ..generation_hyperdflash import SpeculativeStats
+from ..training.files import write_atomically
+from .methods import TARGET_ONLY
+from .records import GROUP, KEY
+
+RESULTS_FILE, CSV_FILE, TABLE_FILE, COMMAND_FILE = "results.json", "results.csv", "table.md", "command.txt"
+DEFINITIONS = (
+    "tau = 1 + accepted drafts a round: it counts the target's own token; a round proposed at least one draft. "
+    "Speed-up: tokens a second after the first token, over target-only's in the same run."
+)
+NUM_RESAMPLES = 2000
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def make_rows(records: list[dict], differences: list[dict], num_arms: int) -> list[dict]:
+    """One row for each method, checkpoint, set, mode, temperature and seed, in the order of the records.
+
+    Turns that not all `num_arms` have answered yet (after an interruption) are left out.
+    """
+    groups = {}
+    for record in _complete(records, num_arms):
+        groups.setdefault(tuple(record[name] for name in GROUP), []).append(record)
+    rows = []
+    for key, group in groups.items():
+        plain = groups[TARGET_ONLY, None, *key[2:]]
+        row = dict(zip(GROUP, key, strict=True))
+        row |= {
+            "num_prompts": len({record["prompt"] for record in group}),
+            "num_new_tokens": sum(record["num_new_tokens"] for record in group),
+        }
+        own = [d for d in differences if all(d[name] == row[name] for name in GROUP)]
+        rows.append(row | _acceptance(group) | _speed(group, plain) | {"differences": own})
+    return sorted(rows, key=lambda row: [_place(rows, name, row[name]) for name in ("method", "checkpoint")])
+
+
+def _place(rows: list[dict], name: str, value) -> int:
+    return next(i for i, row in enumerate(rows) if row[name] == value)
+
+
+def _complete(records: list[dict], num_arms: int) -> list[dict]:
+    asked = [tuple(record[name] for name in KEY[2:]) for record in records]
+    counts = {}
+    for question in asked:
+        counts[question] = counts.get(question, 0) + 1
+    return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_arms]
+
+
+def _acceptance(group: list[dict]) -> dict:
+    """Figures of the rounds; None for plain decoding, which has none."""
+    stats = SpeculativeStats()
+    names = list(stats.to_dict())
+    if group[0]["num_drafts"] is None:
+        return dict.fromkeys(["num_rounds", "acceptance_length_interval", *names])
+    for record in group:
+        stats.extend(SpeculativeStats(record["num_drafts"], record["num_accepted"]))
+    sums = _by_prompt(group, lambda r: (sum(r["num_accepted"]), len(r["num_accepted"])))
+    interval = bootstrap(sums, lambda s: 1 + s[..., 0] / s[..., 1])
+    return {"num_rounds": len(stats.num_drafts), "acceptance_length_interval": interval, **stats.to_dict()}
+
+
+def _speed(group: list[dict], plain: list[dict]) -> dict:
+    """Throughput, and what it is made of; seconds are means a step (a round, or one token of plain decoding)."""
+    tokens, seconds = _sums(group, "num_timed_tokens", "decoding_seconds")
+    plain_tokens, plain_seconds = _sums(plain, "num_timed_tokens", "decoding_seconds")
+    parts = _step(group)
+    speedup = _ratio(tokens * plain_seconds, seconds * plain_tokens)
+    attainable = _attainable(group, plain)
+    is_plain = group is plain
+    return {
+        "tokens_per_second": _ratio(tokens, seconds),
+        "speedup": speedup,
+        "speedup_interval": None if is_plain else _speedup_interval(group, plain),
+        **{f"{name}_share": _ratio(parts[name], parts["step"]) for name in ("draft", "verify", "other")},
+        **{f"{name}_seconds": value for name, value in parts.items()},
+        "attainable_speedup": attainable,
+        "efficiency": _ratio(speedup, attainable),
+    }
+
+
+def _step(group: list[dict]) -> dict:
+    """Mean seconds of a step and of its parts; None where there was no step."""
+    names = ("num_steps", "step_seconds", "verify_seconds", "draft_seconds")
+    num_steps, step, verify, draft = _sums(group, *names)
+    parts = {"step": step, "verify": verify, "draft": draft, "other": step - verify - draft}
+    return {name: _ratio(value, num_steps) for name, value in parts.items()}
+
+
+def _attainable(group: list[dict], plain: list[dict]) -> float | None:
+    """The speed-up if a round cost its forwards and the rest of a plain step, and no answer ended inside a block.
+
+    Tokens are counted over all steps, which for a drafter is tau but for last steps without a draft; prompt lookup has
+    many steps without.
+    """
+    own, one = _step(group), _step(plain)
+    if own["step"] is None or one["step"] is None:
+        return None
+    num_accepted = sum(sum(record["num_accepted"] or ()) for record in group)
+    tokens_a_step = 1 + num_accepted / _sums(group, "num_steps")[0]
+    return tokens_a_step * one["step"] / (own["verify"] + own["draft"] + one["other"])
+
+
+def _speedup_interval(group: list[dict], plain: list[dict]) -> list[float] | None:
+    names = ("num_timed_tokens", "decoding_seconds")
+    sums = np.concatenate([_by_prompt(g, lambda r: [r[name] for name in names]) for g in (group, plain)], axis=1)
+    return bootstrap(sums, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]))
+
+
+def _sums(group: list[dict], *names: str) -> list[float]:
+    return [sum(record[name] for record in group) for name in names]
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return a / b if a is not None and b else None
+
+
+def _by_prompt(group: list[dict], values) -> np.ndarray:
+    """Sums over the turns of each prompt, `(prompts, values)`, by the prompt's index."""
+    sums = {}
+    for record in group:
+        sums[record["prompt"]] = sums.get(record["prompt"], 0) + np.array(values(record), dtype=float)
+    return np.stack([sums[prompt] for prompt in sorted(sums)])
+
+
+def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
+    """A 95% interval of `statistic` over resampled prompts; None for a single prompt, or without any event.
+
+    Args:
+        sums (`np.ndarray` of shape `(prompts, values)`): what each prompt adds.
+        statistic: from summed values `(..., values)` to `(...)`.
+    """
+    if len(sums) < 2:
+        return None
+    drawn = np.random.default_rng(0).integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(sums[drawn].sum(1))
+    values = values[np.isfinite(values)]
+    return [float(x) for x in np.percentile(values, [2.5, 97.5])] if len(values) else None
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def write_report(folder: Path, results: dict) -> None:
+    """Write `results.json`, `results.csv` and `table.md`, each whole."""
+    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    write_atomically(folder / RESULTS_FILE, text.encode())
+    write_atomically(folder / CSV_FILE, to_csv(results["rows"]).encode())
+    write_table(folder, results["rows"], [lossless_line(results)])
+
+
+def write_table(folder: Path, rows: list[dict], notes: list[str]) -> None:
+    """Write `table.md`, with the definitions and `notes` under the tables."""
+    write_atomically(folder / TABLE_FILE, to_markdown(rows, notes).encode())
+
+
+def to_csv(rows: list[dict]) -> str:
+    """The rows flat: a column for each position and each end of an interval, and numbers of differences."""
+    flat = [_flat(row) for row in rows]
+    columns = {name: None for name in GROUP} | {name: None for row in flat for name in row}
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return out.getvalue()
+
+
+def _flat(row: dict) -> dict:
+    flat = {}
+    for name, value in row.items():
+        if name == "differences":
+            flat["num_differences"] = len(value)
+            flat["num_unexplained_differences"] = sum(not d["explained"] for d in value)
+        elif name.endswith("_interval"):
+            ends = zip(("low", "high"), value or (None, None), strict=True)
+            flat |= {f"{name.removesuffix('_interval')}_{end}": x for end, x in ends}
+        elif isinstance(value, list):
+            flat |= {f"{name}_{k}": x for k, x in enumerate(value, start=1)}
+        elif not (value is None and ("rates" in name or name.endswith("per_pos"))):
+            flat[name] = value
+    return flat
+
+
+# --------------------------------------------------------------------------------------------------------------- table
+
+
+def make_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Title, header and lines of a table for each mode and temperature: methods down, sets across."""
+    blocks = {}
+    for row in rows:
+        blocks.setdefault((row["mode"], row["temperature"]), []).append(row)
+    tables = []
+    for (mode, temperature), block in blocks.items():
+        datasets = list(dict.fromkeys(row["dataset"] for row in block))
+        header = ["method", *(f"{name} {what}" for name in [*datasets, "Average"] for what in ("speed-up", "tau"))]
+        methods = dict.fromkeys(row["method"] for row in block)
+        lines = [_line(method, [row for row in block if row["method"] == method], datasets) for method in methods]
+        tables.append((f"{mode}, temperature {temperature:g}", header, lines))
+    return tables
+
+
+def _line(method: str, rows: list[dict], datasets: list[str]) -> list[str]:
+    cells = {name: [_cells([row for row in rows if row["dataset"] == d], name) for d in datasets] for name in FORMS}
+    for name, cell in cells.items():
+        cell.append(_cell(_averages(rows, datasets, name), FORMS[name]))
+    return [method, *(cell for pair in zip(*cells.values(), strict=True) for cell in pair)]
+
+
+FORMS = {"speedup": "{:.2f}x", "acceptance_length": "{:.2f}"}
+
+
+def _cells(rows: list[dict], name: str) -> str:
+    return _cell([row[name] for row in rows if row[name] is not None], FORMS[name])
+
+
+def _cell(values: list[float], form: str) -> str:
+    """Mean, and the standard deviation over checkpoints and seeds where there are several."""
+    if not values:
+        return "–"
+    spread = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
+    return form.format(statistics.fmean(values)) + spread
+
+
+def _averages(rows: list[dict], datasets: list[str], name: str) -> list[float]:
+    """For each checkpoint and seed that has all sets, the mean over them."""
+    runs = {}
+    for row in rows:
+        if row[name] is not None:
+            runs.setdefault((row["checkpoint"], row["seed"]), []).append(row[name])
+    return [statistics.fmean(values) for values in runs.values() if len(values) == len(datasets)]
+
+
+def to_markdown(rows: list[dict], notes: list[str]) -> str:
+    """All tables, then the definitions and the notes."""
+    parts = []
+    for title, header, lines in make_tables(rows):
+        text = [f"**{title}**", "", _row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, lines)]
+        parts.append("\n".join(text))
+    if not parts:
+        parts.append("No prompt has been answered by all methods yet.")
+    if any("±" in part for part in parts):
+        notes = ["±: standard deviation over checkpoints and seeds.", *notes]
+    return "\n\n".join([*parts, DEFINITIONS, *notes]) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def lossless_line(results: dict) -> str:
+    """Whether greedy answers are target-only's."""
+    check = results["lossless"]
+    compared, ties, others = (check[name] for name in ("num_compared", "num_ties", "num_unexplained"))
+    if not compared:
+        text = "Lossless check: not made, as nothing was decoded at temperature 0."
+    elif others:
+        text = f"Lossless check FAILED: {others} of {compared} greedy answers differ from target-only's."
+    else:
+        same = "all" if not ties else f"{compared - ties} of"
+        text = f"Lossless check passed: {same} {compared} greedy answers are target-only's."
+    if ties:
+        text += f" {ties} part where the target's own top-2 gap is at most {check['tie_gap']:g}, a rounding tie."
+    return text if results["complete"] else f"{text} INCOMPLETE: the run was interrupted."

@@ -1,0 +1,767 @@
+"""`hyperdflash benchmark`: fair, exact where it can be, resumable, and clear about what it cannot do.
+
+Most tests run the command on a random DeepSeek-V4 with the example tokenizer; drafters follow a script.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tiny_v4 import ALWAYS, ScriptedDrafter, tiny_drafter, tiny_drafter_config, tiny_target
+from transformers import AutoTokenizer
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+from hyperdflash.generation import benchmark as module
+from hyperdflash.generation.benchmark import Benchmark, Plan, call_seed
+from hyperdflash.generation.cli import UsageError, main
+from hyperdflash.generation.clock import timed_call
+from hyperdflash.generation.demo import TINY
+from hyperdflash.generation.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
+from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
+from hyperdflash.generation.prompt_sets import Prompt, PromptSet
+from hyperdflash.generation.records import Records
+
+VOCAB_SIZE = 4096
+PLAIN = Arm("target-only", None, {})
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target(vocab_size=VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(TINY / "target")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, target):
+    """Folders of a target with its MTP module, drafters of block 4, and prompt files."""
+    folder = tmp_path_factory.mktemp("world")
+    target.save_pretrained(folder / "target")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / "target" / name, folder / "target")
+    torch.manual_seed(3)
+    (folder / "mtp").mkdir()
+    save_file(mtp_state_dict(DeepseekV4MTP(target.config)), folder / "mtp" / "model.safetensors")
+    tiny_drafter(target).save_pretrained(folder / "a" / "final")
+    tiny_drafter(target, seed=2).save_pretrained(folder / "b" / "final")
+    tiny_drafter(target, reducer="mean").save_pretrained(folder / "mean")
+    tiny_drafter(target, context_source="hidden_layers", target_layer_ids=[0, 1]).save_pretrained(folder / "dflash")
+    rows = [{"turns": [f"Question {i}", "Again"][: 1 + i % 2]} for i in range(3)]
+    (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "Write a haiku."}) + "\n")
+    return folder
+
+
+@pytest.fixture
+def command(world, tmp_path, monkeypatch):
+    """Run the benchmark in `world`; returns the status and the results, or None."""
+    monkeypatch.chdir(world)
+
+    def run(*options, out=tmp_path / "out", prompts=("one.jsonl",), methods=("hyperdflash:3=a/final",), tokens="8"):
+        argv = ["benchmark", "target", "--output", str(out), "--max-new-tokens", tokens]
+        argv += ["--methods", *methods] if methods else []
+        status = main([*argv, *(["--prompts", *prompts] if prompts else []), *options])
+        path = out / "results.json"
+        return status, json.loads(path.read_text()) if path.is_file() else None
+
+    return run
+
+
+class Oracle(ScriptedDrafter):
+    """Knows the target's greedy texts (`texts`), and is right in the way of `plan(text)` about them."""
+
+    def propose(self, context, ids, *args):
+        prefix = ids[0].tolist()
+        text = next(text for text in self.texts if text[: len(prefix)] == prefix)
+        if getattr(self, "sequence", None) != text:
+            self.follow(torch.tensor([text]), self.plan(text))
+        super().propose(context, ids, *args)
+
+
+def oracle(target, texts, plan) -> Arm:
+    drafter = Oracle(tiny_drafter_config(target)).eval()
+    drafter.texts, drafter.plan = texts, plan
+    return {"assistant_model": drafter, "num_assistant_tokens": 3}
+
+
+def prompt_set(*numbers_of_turns) -> PromptSet:
+    words = ["Tell me about the sea.", "And now about the sky.", "And rivers?"]
+    return PromptSet("talk", [Prompt(i, tuple(f"{i} {w}" for w in words[:n])) for i, n in enumerate(numbers_of_turns)])
+
+
+def measure(target, tokenizer, folder, arms, sets, *, temperatures=(0.0,), max_new_tokens=10):
+    """Results of the arms, without the command line; and the benchmark itself."""
+    encoding = {"effort": None, "generation": "preview"}
+    plan = Plan(sets, ["non-thinking"], list(temperatures), [0], encoding, max_new_tokens)
+    with Records(folder, {"datasets": {}}) as records:
+        bench = Benchmark(target, tokenizer, arms, plan, records)
+        bench.run()
+    return bench.results(complete=True), bench
+
+
+@pytest.fixture
+def greedy_texts(target, tokenizer, tmp_path, monkeypatch):
+    """The greedy texts, prompt included, of a set; in the order of the plan."""
+
+    def texts(sets, max_new_tokens=10):
+        found = []
+
+        def spy(target, options, ids, **kwargs):
+            figures = timed_call(target, options, ids, **kwargs)
+            found.append(ids + figures["new_ids"])
+            return figures
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "timed_call", spy)
+            measure(target, tokenizer, tmp_path / "plain", [PLAIN], sets, max_new_tokens=max_new_tokens)
+        return found[1:]  # the first is the warm-up's
+
+    return texts
+
+
+# -------------------------------------------------------------------------------------------------- what is measured
+
+
+def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path, greedy_texts):
+    """https://github.com/vllm-project/vllm/pull/17908, https://github.com/SafeAILab/EAGLE/issues/95
+
+    Five turns of 10 tokens: one from the prefill, nine from rounds of up to three drafts. A round never drafts more
+    than the limit leaves room for beside the target's own token, and a step without drafts is no round.
+    """
+    sets = [prompt_set(1, 2, 2)]
+    texts = greedy_texts(sets)
+    assert len(texts) == 5
+    first_turns = [texts[0], texts[1], texts[3]]
+    plans = {
+        "right": lambda text: ALWAYS,
+        "wrong": lambda text: 0,
+        "two": lambda text: 2,
+        "first turns": lambda text: ALWAYS if text in first_turns else 0,
+    }
+    arms = [PLAIN, *(Arm(name, None, oracle(target, texts, plan)) for name, plan in plans.items())]
+    results, _ = measure(target, tokenizer, tmp_path / "out", arms, sets)
+    rows = {row["method"]: row for row in results["rows"]}
+    assert {row["num_new_tokens"] for row in rows.values()} == {50}
+    assert results["lossless"]["num_compared"] == 20
+    assert results["lossless"]["num_unexplained"] == 0
+    for name, num_rounds, num_drafts, accepted, rates, conditional in (
+        ("right", 10, 30, 30, [1, 1, 1], [1, 1, 1]),  # 3 + 1, 3 + 1, and one token without drafts
+        ("wrong", 40, 5 * (6 * 3 + 2 + 1), 0, [0, 0, 0], [0, 0, 0]),
+        ("two", 15, 40, 30, [1, 1, 0], [1, 1, 0]),  # 2 + 1 of three drafts, the same again, 2 + 1 of two
+        ("first turns", 22, 18 + 42, 18, [6 / 22] * 3, [6 / 22, 1, 1]),
+    ):
+        row = rows[name]
+        assert row["num_rounds"] == row["spec_decode_num_drafts"] == num_rounds, name
+        assert row["spec_decode_num_draft_tokens"] == num_drafts, name
+        assert row["acceptance_length"] == 1 + accepted / num_rounds, name
+        assert row["per_position_acceptance_rates"] == rates, name
+        assert row["conditional_acceptance_rates"] == conditional, name
+
+
+class FakeTime:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, tmp_path, greedy_texts, monkeypatch):
+    """https://github.com/hemingkx/Spec-Bench/issues/29. A target step takes 10 s, a block 12 s, a draft 2 s, the loop
+    1 s for every token that it looks at."""
+    sets = [prompt_set(1, 1)]
+    texts = greedy_texts(sets)
+    clock = FakeTime()
+
+    class Timed(Oracle):
+        def forward(self, **kwargs):
+            clock.now += 2
+
+        def draft(self, *args):
+            self()
+            return super().draft(*args)
+
+    arm = Arm("right", None, oracle(target, texts, lambda text: ALWAYS))
+    arm.assistant.__class__ = Timed
+
+    def spend(model, args, kwargs):
+        clock.now += 10 if kwargs["input_ids"].shape[1] == 1 else 12
+
+    put = module.timed_call.__globals__["Stamps"].put_round
+
+    def put_slowly(stamps, new_ids, *args):
+        put(stamps, new_ids, *args)
+        clock.now += len(new_ids)
+
+    monkeypatch.setattr(time, "perf_counter", clock)
+    monkeypatch.setattr(module.timed_call.__globals__["Stamps"], "put_round", put_slowly)
+    handle = target.model.register_forward_pre_hook(spend, with_kwargs=True)
+    try:
+        results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, arm], sets)
+    finally:
+        handle.remove()
+    plain, row = results["rows"]
+    # Nine tokens: nine steps of 10 s; or two rounds of 12 + 2 s and one step of 10 s. The stream adds 10 s to both
+    assert plain["tokens_per_second"] == 9 / 100
+    assert row["tokens_per_second"] == 9 / 48
+    assert row["speedup"] == pytest.approx(100 / 48)
+    assert row["speedup_interval"] == pytest.approx([100 / 48] * 2)
+    # From one forward's end to the next: the first token's second and the rounds', less what comes behind the last
+    assert plain["step_seconds"] == pytest.approx(11)
+    assert (plain["verify_seconds"], plain["other_seconds"]) == (10, pytest.approx(1))
+    assert row["step_seconds"] == pytest.approx((28 + 10 + 1 + 4 + 4) / 3)
+    assert row["draft_share"] == pytest.approx(4 / 47)
+    assert row["verify_share"] == pytest.approx(34 / 47)
+    assert row["other_share"] == pytest.approx(9 / 47)
+    assert row["attainable_speedup"] == pytest.approx(3 * 11 / (34 / 3 + 4 / 3 + 1))
+
+
+def test_warm_up_is_not_recorded_and_the_first_method_rotates(target, tokenizer, tmp_path, monkeypatch):
+    calls, names = [], {None: "plain", 2: "two", 3: "three"}
+
+    def spy(target, options, ids, **kwargs):
+        calls.append((names[options.get("prompt_lookup_num_tokens")], kwargs["max_new_tokens"]))
+        return timed_call(target, options, ids, **kwargs)
+
+    monkeypatch.setattr(module, "timed_call", spy)
+    arms = [PLAIN, *(Arm(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in (2, 3))]
+    results, _ = measure(target, tokenizer, tmp_path, arms, [prompt_set(1, 1, 1, 1)], max_new_tokens=20)
+    assert calls[:3] == [("plain", 16), ("two", 16), ("three", 16)]
+    order = ["plain", "two", "three"]
+    assert [name for name, _ in calls[3:]] == order + order[1:] + order[:1] + order[2:] + order[:2] + order
+    assert {row["num_new_tokens"] for row in results["rows"]} == {80}
+
+
+def test_later_turns_follow_the_targets_own_answer_for_every_method(target, tokenizer, tmp_path, monkeypatch):
+    """Also where sampled answers differ."""
+    asked = {}
+
+    def spy(target, options, ids, **kwargs):
+        if kwargs["max_new_tokens"] == 12:
+            asked.setdefault(options.get("num_assistant_tokens"), []).append(ids)
+        return timed_call(target, options, ids, **kwargs)
+
+    monkeypatch.setattr(module, "timed_call", spy)
+    monkeypatch.setattr(module, "WARM_UP_TOKENS", 2)
+    arm = Arm("m", None, {"assistant_model": tiny_drafter(target), "num_assistant_tokens": 3})
+    measure(target, tokenizer, tmp_path, [PLAIN, arm], [prompt_set(3)], temperatures=[1.0], max_new_tokens=12)
+    assert asked[None] == asked[3]
+    records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    plain = [record["new_ids"] for record in records if record["method"] == "target-only"]
+    assert plain != [record["new_ids"] for record in records if record["method"] == "m"]
+    assert tokenizer.decode(plain[0]) in tokenizer.decode(asked[3][1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rounds_of_prompt_lookup_are_counted_exactly(temperature, monkeypatch):
+    """Against what its candidate generator proposed and what the answer became."""
+    target, proposed = tiny_target(vocab_size=16), []  # so few tokens that answers repeat themselves
+    own = PromptLookupCandidateGenerator.get_candidates
+
+    def spy(self, input_ids, **kwargs):
+        out = own(self, input_ids, **kwargs)
+        proposed.append((input_ids.shape[1], out[0][0, input_ids.shape[1] :].tolist()))
+        return out
+
+    monkeypatch.setattr(PromptLookupCandidateGenerator, "get_candidates", spy)
+    ids, all_accepted = [5, 6, 7, 8, 9] * 4, set()
+    for seed in range(6):
+        proposed.clear()
+        options = {"max_new_tokens": 14 + seed, "temperature": temperature, "seed": seed}
+        figures = timed_call(target, {"prompt_lookup_num_tokens": 4}, ids, **options)
+        text = ids + figures["new_ids"]
+        drafts, accepted = [], []
+        for start, candidates in proposed[1:]:  # the prefill is no round
+            candidates = candidates[: len(ids) + options["max_new_tokens"] - start - 1]
+            if candidates:
+                drafts.append(len(candidates))
+                agree = [a == b for a, b in zip(candidates, text[start:], strict=False)]
+                accepted.append(agree.index(False) if False in agree else len(agree))
+        assert (figures["num_drafts"], figures["num_accepted"]) == (drafts, accepted)
+        all_accepted |= set(accepted)
+    assert len(all_accepted) > 1
+
+
+def test_every_call_has_a_seed_of_its_own():
+    calls = [(0, "a", 0, 0), (1, "a", 0, 0), (0, "b", 0, 0), (0, "a", 1, 0), (0, "a", 0, 1)]
+    seeds = [call_seed(*call) for call in calls]
+    assert len(set(seeds)) == 5
+    assert seeds == [call_seed(*call) for call in calls]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# -------------------------------------------------------------------------------------------------- the lossless check
+
+
+class Liar(ScriptedDrafter):
+    """Changes one token of every answer."""
+
+    def assisted_decoding_loop(self, *args, **kwargs):
+        output = super().assisted_decoding_loop(*args, **kwargs)
+        output.sequences[0, -3] = (output.sequences[0, -3] + 1) % 100
+        return output
+
+
+def with_liar(monkeypatch):
+    def load(methods, target, checkpoint, dtype):
+        liar = Liar(tiny_drafter_config(target)).eval().follow(torch.zeros((1, 1), dtype=torch.long), 0)
+        return [PLAIN, Arm(methods[1].label, None, {"assistant_model": liar, "num_assistant_tokens": 3})]
+
+    monkeypatch.setattr(module, "load_arms", load)
+
+
+def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
+    with_liar(monkeypatch)
+    status, results = command()
+    assert status == 1
+    assert results["lossless"]["num_unexplained"] == 1
+    (difference,) = results["rows"][1]["differences"]
+    assert (difference["position"], difference["explained"]) == (5, False)
+    assert difference["top2_gap"] > results["lossless"]["tie_gap"]
+    out = capsys.readouterr().out
+    assert "FAILED: 1 of 1" in out
+    assert "NOT a tie" in out
+
+
+def test_a_difference_at_a_tie_is_explained_and_no_failure(command, monkeypatch):
+    with_liar(monkeypatch)
+    monkeypatch.setattr(module, "first_difference", lambda target, plain, other: (plain.shape[1] - 3, 5e-4))
+    status, results = command()
+    assert status == 0
+    assert (results["lossless"]["num_ties"], results["lossless"]["num_unexplained"]) == (1, 0)
+
+
+def test_an_answer_that_only_ends_elsewhere_is_a_difference(command, monkeypatch):
+    with_liar(monkeypatch)
+    monkeypatch.setattr(module, "first_difference", lambda target, plain, other: (plain.shape[1], float("nan")))
+    status, results = command()
+    assert status == 1
+    assert results["rows"][1]["differences"][0]["top2_gap"] is None
+
+
+def test_sampled_answers_are_not_compared(command, capsys):
+    status, results = command("--temperatures", "1")
+    assert status == 0
+    assert results["lossless"]["num_compared"] == 0
+    assert "not made" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------------- whole runs
+
+
+def acceptance(results) -> list:
+    names = ("method", "checkpoint", "dataset", "mode", "temperature", "seed", "num_new_tokens", "acceptance_length")
+    names += ("acceptance_length_interval", "per_position_acceptance_rates", "spec_decode_num_drafts")
+    return [[row[name] for name in names] for row in results["rows"]]
+
+
+METHODS = ("hyperdflash:3=a/final,b/final", "mean:3=mean", "dflash:2=dflash", "mtp:2=mtp", "prompt-lookup:3")
+GRID = ("--modes", "non-thinking", "thinking", "--temperatures", "0", "1", "--seeds", "0", "1")
+
+
+def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
+    status, results = command(*GRID, methods=METHODS, prompts=("one.jsonl",), tokens="6")
+    assert status == 0
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {
+        *("records.jsonl", "settings.json", "results.json", "results.csv", "table.md", "command.txt"),
+        *("acceptance.png", "speedup.png"),
+    }
+    # 7 arms, 2 modes; greedy once, sampling with two seeds
+    assert len(results["rows"]) == 7 * 2 * 3
+    assert {row["num_new_tokens"] for row in results["rows"]} == {6}
+    labels = [row["checkpoint"] for row in results["rows"] if row["method"] == "hyperdflash:3"]
+    assert labels == ["a/final"] * 6 + ["b/final"] * 6
+    for row in results["rows"]:
+        assert row["draft_share"] + row["verify_share"] + row["other_share"] == pytest.approx(1)
+    assert results["environment"]["versions"]["torch"] == torch.__version__
+    assert results["environment"]["command"] == (tmp_path / "out" / "command.txt").read_text().strip()
+    assert "all 12 greedy answers" in capsys.readouterr().out
+    assert (tmp_path / "out" / "table.md").read_text().count("**") == 2 * 4
+
+
+def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command, tmp_path):
+    options = ("--temperatures", "1", "--seeds", "7")
+    runs = [command(*options, prompts=("two.jsonl",), out=tmp_path / name)[1] for name in "ab"]
+    assert acceptance(runs[0]) == acceptance(runs[1])
+    other = command("--temperatures", "1", "--seeds", "8", prompts=("two.jsonl",), out=tmp_path / "c")[1]
+    assert [r["num_new_tokens"] for r in other["rows"]] == [r["num_new_tokens"] for r in runs[0]["rows"]]
+    assert (tmp_path / "c" / "records.jsonl").read_text() != (tmp_path / "a" / "records.jsonl").read_text()
+
+
+def test_the_same_command_goes_on_behind_a_torn_line(command, tmp_path, monkeypatch):
+    whole = command(prompts=("two.jsonl",), out=tmp_path / "whole")[1]
+    _, first = command(prompts=("two.jsonl",))
+    assert first["resumed"] == 0
+    path = tmp_path / "out" / "records.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:3]) + lines[3][:40])
+    calls = []
+
+    def spy(target, options, ids, **kwargs):
+        calls.append(kwargs["max_new_tokens"])
+        return timed_call(target, options, ids, **kwargs)
+
+    monkeypatch.setattr(module, "WARM_UP_TOKENS", 2)
+    monkeypatch.setattr(module, "timed_call", spy)
+    status, second = command(prompts=("two.jsonl",))
+    assert (status, second["resumed"]) == (0, 3)
+    assert calls == [2, 2, *[8] * (len(lines) - 3)]
+    assert path.read_text().startswith("".join(lines[:3]))
+    assert acceptance(second) == acceptance(first) == acceptance(whole)
+    calls.clear()
+    assert command(prompts=("two.jsonl",))[1]["resumed"] == len(lines)
+    assert calls == []  # not even a warm-up
+
+
+def test_interrupted_by_the_keyboard_it_leaves_what_it_has(command, tmp_path, monkeypatch):
+    count = iter(range(100))
+
+    def interrupted(*args, **kwargs):
+        if next(count) == 6:  # two of them for the warm-up
+            raise KeyboardInterrupt
+        return timed_call(*args, **kwargs)
+
+    monkeypatch.setattr(module, "timed_call", interrupted)
+    status, results = command(prompts=("two.jsonl",))
+    assert status == 130
+    assert not results["complete"]
+    assert [row["num_new_tokens"] for row in results["rows"]] == [16, 16]
+    assert "INCOMPLETE" in (tmp_path / "out" / "table.md").read_text()
+    status, results = command(prompts=("two.jsonl",))
+    assert (status, results["complete"], results["resumed"]) == (0, True, 4)
+
+
+@pytest.mark.slow
+def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, tmp_path):
+    options = ["--temperatures", "0", "1", "--seeds", "3", "--max-new-tokens", "40", "--threads", "1"]
+    argv = ["benchmark", "target", "--methods", "hyperdflash:3=a/final", "--prompts", "two.jsonl", *options]
+    out = tmp_path / "killed"
+    code = "import sys; from hyperdflash.generation.cli import main; sys.exit(main(sys.argv[1:]))"
+    process = subprocess.Popen([sys.executable, "-c", code, *argv, "--output", str(out)], cwd=world)
+    records = out / "records.jsonl"
+    while process.poll() is None and (not records.is_file() or records.read_bytes().count(b"\n") < 5):
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = records.read_bytes()
+    kept = before[: before.rfind(b"\n") + 1]
+    assert main([*argv, "--output", str(out)]) == 0
+    assert main([*argv, "--output", str(tmp_path / "whole")]) == 0
+    assert records.read_bytes().startswith(kept)
+    killed, whole = (json.loads((f / "results.json").read_text()) for f in (out, tmp_path / "whole"))
+    assert killed["resumed"] == kept.count(b"\n") > 0
+    assert acceptance(killed) == acceptance(whole)
+    assert len(records.read_text().splitlines()) == 2 * 4 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"tokens": "9"}, "max_new_tokens 8 (now 9)"),
+        ({"methods": ("hyperdflash:2=a/final",)}, "methods"),
+        ({"prompts": ("two.jsonl",)}, "datasets"),
+        ({"extra": ("--seeds", "1")}, "seeds [0] (now [1])"),
+        ({"extra": ("--dtype", "float32")}, "dtype auto (now float32)"),
+    ],
+)
+def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_path, capsys, options, name):
+    command()
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    status, _ = command(*options.pop("extra", ()), **options)
+    assert status == 1
+    assert name in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_checkpoint_trained_on_under_the_same_name_is_another_setting(command, target, tmp_path, capsys):
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    method = (f"hyperdflash:3={tmp_path / 'drafter'}",)
+    assert command(methods=method)[0] == 0
+    tiny_drafter(target, seed=5).save_pretrained(tmp_path / "drafter")
+    assert command(methods=method)[0] == 1
+    assert "was begun with methods" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_benchmarks_is_refused(command, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("x")
+    assert command() == (1, None)
+    assert "is not empty and no benchmark's" in capsys.readouterr().err
+    (tmp_path / "file").write_text("x")
+    assert command(out=tmp_path / "file") == (1, None)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]
+
+
+def test_two_runs_do_not_write_to_one_folder(command, tmp_path, capsys):
+    command()
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())["benchmark"]
+    with Records(tmp_path / "out", settings):
+        assert command()[0] == 1
+    assert "another run is writing to" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ sets and prompts
+
+
+def no_hub(*args, **kwargs):
+    raise ConnectionError("no network here")
+
+
+def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, monkeypatch, capsys):
+    monkeypatch.setattr("datasets.load_dataset", no_hub)
+    status, results = command("--datasets", "gsm8k")
+    assert status == 1
+    assert {row["dataset"] for row in results["rows"]} == {"one"}
+    assert results["missing_sets"] == ["gsm8k"]
+    assert "the set gsm8k (openai/gsm8k) cannot be had: no network here" in capsys.readouterr().err
+    # Later it can be had: the run goes on with it
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 2?"}])
+    status, results = command("--datasets", "gsm8k")
+    assert (status, results["resumed"]) == (0, 2)
+    assert {row["dataset"] for row in results["rows"]} == {"one", "gsm8k"}
+    # And is another set then
+    monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 3?"}])
+    assert command("--datasets", "gsm8k")[0] == 1
+
+
+def test_without_any_set_nothing_is_written(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("datasets.load_dataset", no_hub)
+    assert command("--datasets", "gsm8k", prompts=()) == (1, None)
+    assert not (tmp_path / "out").exists()
+    assert "no set is left" in capsys.readouterr().err
+
+
+def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_path, capsys):
+    rows = [{"prompt": "short"}, {"prompt": "long " * 2100}, {"turns": ["short too", "long " * 2100, "never asked"]}]
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, results = command(prompts=(str(tmp_path / "some.jsonl"),))
+    assert status == 0
+    assert [row["num_prompts"] for row in results["rows"]] == [2, 2]
+    assert sorted((x["prompt"], x["turn"]) for x in results["left_out"]) == [(1, 0), (2, 1)]
+    assert all(x["num_prompt_tokens"] > 2040 for x in results["left_out"])
+    assert "longer than 2040 tokens: 2 of some" in capsys.readouterr().out
+
+
+def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_path, capsys):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "long " * 2100}) + "\n")
+    status, results = command(prompts=(str(tmp_path / "long.jsonl"), "one.jsonl"))
+    assert status == 1
+    assert {row["dataset"] for row in results["rows"]} == {"one"}
+    assert "no prompt of long (non-thinking) is short enough" in capsys.readouterr().err
+    status, results = command(prompts=(str(tmp_path / "long.jsonl"),), out=tmp_path / "none")
+    assert (status, results["rows"]) == (1, [])
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": ("hyperdflesh:6=a/final",)}, "unknown method 'hyperdflesh'"),
+        ({"methods": ("hyperdflash:6",)}, "needs a drafter, as in hyperdflash:6=FOLDER"),
+        ({"methods": ("hyperdflash=a/final",)}, "say how many drafts a round"),
+        ({"methods": ("mtp:0",)}, "say how many drafts a round"),
+        ({"methods": ("mtp:three",)}, "say how many drafts a round"),
+        ({"methods": ("mtp:3=",)}, "a checkpoint behind '=' or ',' is empty"),
+        ({"methods": ("prompt-lookup:3=a/final",)}, "takes no checkpoint"),
+        ({"methods": ("target-only:3",)}, "takes neither"),
+        ({"methods": ("mtp:3", "mtp:3")}, "twice"),
+        ({"methods": ("hyperdflash:3=a/final,a/final",)}, "twice"),
+        ({"methods": ("=",)}, "unknown method '='"),
+        ({"prompts": ()}, "no prompts"),
+        ({"prompts": ("one.jsonl", "./one.jsonl")}, "'one' is given twice"),
+        ({"extra": ("--datasets", "gsm9k")}, "unknown set 'gsm9k'"),
+        ({"extra": ("--num-prompts", "0")}, "--num-prompts must be at least 1, got 0"),
+        ({"extra": ("--threads", "0")}, "--threads must be at least 1, got 0"),
+        ({"tokens": "0"}, "--max-new-tokens must be at least 1, got 0"),
+        ({"extra": ("--temperatures", "-1")}, "--temperatures must be 0 (greedy) or above, got -1.0"),
+        ({"extra": ("--temperatures", "nan")}, "got nan"),
+        ({"extra": ("--temperatures", "1", "1")}, "--temperatures has a value twice"),
+        ({"extra": ("--effort", "high")}, "--effort high is for thinking mode"),
+        ({"extra": ("--effort", "huge", "--modes", "thinking")}, "unknown effort 'huge'"),
+        ({"extra": ("--generation", "next")}, "unknown generation 'next'"),
+    ],
+)
+def test_wrong_usage_has_status_2_and_loads_nothing(command, monkeypatch, tmp_path, capsys, options, message):
+    for name in ("TargetCheckpoint", "load_target"):
+        monkeypatch.setattr(module, name, lambda *args: pytest.fail("loaded"))
+    assert command(*options.pop("extra", ()), **options) == (2, None)
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_empty_prompt_file_is_wrong_usage_and_a_missing_one_an_error(command, tmp_path, capsys):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert command(prompts=(str(tmp_path / "empty.jsonl"),)) == (2, None)
+    assert command(prompts=("nowhere.jsonl",)) == (1, None)
+    err = capsys.readouterr().err
+    assert "empty.jsonl is empty" in err
+    assert "nowhere.jsonl" in err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--thread", "1"),
+        ("--max-new", "3"),
+        ("--threads", "false"),
+        ("--num-prompts", "few"),
+        ("--modes", "thoughtful"),
+        ("--resume",),
+    ],
+)
+def test_misspelled_options_are_usage_errors(command, options, capsys):
+    """https://github.com/huggingface/transformers/issues/9224, https://github.com/garrytan/gbrain/issues/4602"""
+    with pytest.raises(SystemExit) as stop:
+        command(*options)
+    assert stop.value.code == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("dflash:3=a/final", "no drafter of method dflash (context_source 'hidden_layers'): its configuration has"),
+        ("hyperdflash:3=mean", "method hyperdflash (context_source 'pre_hc_head', reducer 'hc_gate')"),
+        ("mean:3=dflash", "context_source 'hidden_layers', reducer 'fc', method dflash"),
+        ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens a round (block_size 4"),
+        ("hyperdflash:3=target", "is no HyperDFlash drafter"),
+        ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
+        ("mtp:3", "holds no native MTP module"),
+        ("mtp:3=a/final", "holds no native MTP module"),
+    ],
+)
+def test_a_checkpoint_that_is_not_the_methods_is_one_error_before_any_work(
+    command, method, message, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(module, "load_target", lambda *args: pytest.fail("loaded"))
+    assert command(methods=(method,)) == (1, None)
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_drafter_for_another_target_is_refused(command, tmp_path, capsys):
+    tiny_drafter(tiny_target(vocab_size=64)).save_pretrained(tmp_path / "other")
+    assert command(methods=(f"hyperdflash:3={tmp_path / 'other'}",)) == (1, None)
+    assert "vocabulary 64, but the target has 4096" in capsys.readouterr().err
+
+
+def test_one_revision_reaches_all_files(command, monkeypatch, world):
+    """https://github.com/huggingface/huggingface-inference-toolkit/pull/137. A Hub id's config names the commit that
+    weights and tokenizer are taken from."""
+    asked = []
+
+    class OnTheHub(module.TargetCheckpoint):
+        def __init__(self, target, revision):
+            asked.append(revision)
+            super().__init__(target)
+            self.folder, self.revision, self.file = None, "commit", lambda name: world / "target" / name
+
+    def load(name, revision, *args):
+        asked.append(revision)
+        raise OSError("far enough")
+
+    monkeypatch.setattr(module, "TargetCheckpoint", OnTheHub)
+    monkeypatch.setattr(module, "load_target", load)
+    assert command("--target-revision", "v1") == (1, None)
+    assert asked == ["v1", "commit"]
+    assert split_revision("org/drafter@v2") == ("org/drafter", "v2")
+    assert split_revision("a/final") == ("a/final", None)
+
+
+def test_a_revision_of_a_folder_is_refused(command, capsys):
+    assert command("--target-revision", "v1") == (1, None)
+    assert "belongs to a Hub id, but target is a folder" in capsys.readouterr().err
+
+
+def test_missing_matplotlib_is_said_before_any_work(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("hyperdflash.training.card.importlib.util.find_spec", lambda name: None)
+    assert command() == (1, None)
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------------------- methods
+
+
+def test_plain_decoding_comes_first_whether_it_was_named_or_not():
+    for texts in (["mtp:3"], ["mtp:3", "target-only"]):
+        assert [method.label for method in parse_methods(texts)] == ["target-only", "mtp:3"]
+    with pytest.raises(UsageError, match="twice"):
+        parse_methods(["target-only", "target-only"])
+
+
+def test_the_same_method_given_twice_is_two_lines_and_seeds_are_one():
+    labels = [method.label for method in parse_methods(["fc:6=x/a,x/b", "hyperdflash:6=x/a", "hyperdflash:6=y/a,y/b"])]
+    assert labels == ["target-only", "fc:6", "hyperdflash:6 (x/a)", "hyperdflash:6 (y/a, y/b)"]
+    assert [method.label for method in parse_methods(["mtp:3", "mtp:3=x", "mtp:6"])][1:] == [
+        "mtp:3 (the target's own)",
+        "mtp:3 (x)",
+        "mtp:6",
+    ]
+
+
+def test_checkpoints_are_named_by_as_much_of_their_path_as_tells_them_apart():
+    assert checkpoint_labels(["runs/a/final", "runs/b/final"]) == {
+        "runs/a/final": "a/final",
+        "runs/b/final": "b/final",
+    }
+    assert checkpoint_labels(["org/x", "runs/y"]) == {"org/x": "x", "runs/y": "y"}
+
+
+def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypatch):
+    monkeypatch.chdir(world)
+    methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=a/final", "mtp:1=mtp", "mtp:5=mtp"])
+    checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
+    arms = load_arms(methods, target, checkpoint, "float32")
+    assert arms[1].assistant is arms[2].assistant
+    assert arms[3].assistant is arms[4].assistant
+    assert [arm.options["num_assistant_tokens"] for arm in arms[1:]] == [2, 3, 1, 5]
+    assert arms[4].assistant.max_drafts == 5
+
+
+def test_an_mtp_module_has_the_targets_dtype_with_fp32_where_the_target_has_it(world, monkeypatch):
+    monkeypatch.chdir(world)
+    target = tiny_target(vocab_size=VOCAB_SIZE).to(torch.bfloat16)
+    checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
+    _, arm = load_arms(parse_methods(["mtp:3=mtp"]), target, checkpoint, "bfloat16")
+    kinds = {name: parameter.dtype for name, parameter in arm.assistant.named_parameters()}
+    assert kinds["e_proj.weight"] == kinds["layer.self_attn.kv_proj.weight"] == torch.bfloat16
+    assert kinds["layer.attn_hc.base"] == kinds["hc_head.hc_fn"] == torch.float32
+
+
+# -------------------------------------------------------------------------------------------------------------- traces
+
+
+def test_a_trace_shows_every_drafter_on_each_sets_first_prompt_and_measures_nothing(command, tmp_path):
+    methods = ("hyperdflash:3=a/final", "mtp:2=mtp", "prompt-lookup:3")
+    prompts, out = ("one.jsonl", "two.jsonl"), tmp_path / "out"
+    _, without = command(prompts=prompts, methods=methods, out=tmp_path / "plain")
+    _, results = command("--trace", prompts=prompts, methods=methods, out=out)
+    page = (out / "trace.html").read_text()
+    for name in ("hyperdflash:3", "mtp:2"):
+        for prompt_set in ("one", "two"):
+            assert page.count(f">{name}, ") >= 2
+            assert f": {prompt_set}, non-thinking, temperature 0</h1>" in page
+    assert page.count('class="trace"') == 4
+    assert [row["acceptance_length"] for row in results["rows"]] == [r["acceptance_length"] for r in without["rows"]]
+    assert len((out / "records.jsonl").read_text().splitlines()) == 4 * (1 + 4)
+
+
+def test_a_trace_without_any_drafter_is_wrong_usage(command, capsys):
+    assert command("--trace", methods=("prompt-lookup:3",)) == (2, None)
+    assert "--trace shows the rounds of drafters" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""What the tiny world compares: runs of one budget that differ in what they name, and the tables of their results."""
+
+import sys
+
+import pytest
+
+from hyperdflash.generation.demo import TINY
+from hyperdflash.generation.methods import parse_methods
+from hyperdflash.training.arguments import recipe_values
+
+sys.path.insert(0, str(TINY))
+import baselines  # noqa: E402
+import evidence  # noqa: E402
+
+DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
+
+
+@pytest.mark.parametrize("run", DRAFTERS, ids=lambda run: run.name)
+def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_makes_a_budget(run, monkeypatch):
+    monkeypatch.chdir(baselines.ROOT)
+    recipe, values = recipe_values(baselines.RECIPE), recipe_values(baselines.RECIPE, run.overrides())
+    changed = {name for name, value in values.items() if value != recipe.get(name)}
+    named = {setting.partition("=")[0] for setting in run.settings}
+    assert changed - named <= {"output_dir", "seed", "drafter"}
+    assert values["max_steps"] == (recipe["max_steps"] if run.group == "headline" else baselines.ABLATION_STEPS)
+    assert values["drafter"] == recipe["drafter"] | run.drafter
+
+
+def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
+    runs = baselines.runs()
+    assert len({run.output for run in runs}) == len({run.summary for run in runs}) == len(runs)
+    seeds = {}
+    for run in runs:
+        if run.group == "headline":
+            seeds.setdefault(run.name.rpartition("-")[0], []).append(run.seed)
+    assert {name: len(set(found)) for name, found in seeds.items()} == {
+        **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean"), 3),
+        "fc": 1,
+    }
+    methods = parse_methods([run.method for run in runs if run.group == "ablations"])[1:]
+    assert {"hyperdflash", "mean", "fc", "dflash"} == {method.name for method in methods}
+    assert {method.num_drafts for method in methods} == {3, 6, 9}
+
+
+def row(method, checkpoint, dataset, tau, speedup, temperature=0.0):
+    return {
+        "method": method,
+        "checkpoint": checkpoint,
+        "dataset": dataset,
+        "temperature": temperature,
+        "acceptance_length": tau,
+        "speedup": speedup,
+    }
+
+
+ROWS = [
+    row("hyperdflash:6", "a", "code", 4.0, 3.0),
+    row("hyperdflash:6", "a", "math", 5.0, 3.2),
+    row("hyperdflash:6", "b", "code", 4.4, 2.0),
+    row("hyperdflash:6", "b", "math", 5.0, 2.2),
+    row("dflash:6", "c", "code", 2.0, 1.0),
+    row("dflash:6", "c", "math", 2.5, 1.1),
+    row("mtp:6 (the target’s own)", None, "code", 3.0, 1.4),
+    row("mtp:6 (the target’s own)", None, "math", 3.0, 1.4),
+    row("mtp:6 (mtp-42/final)", "mtp-42/final", "code", 3.6, 1.3),
+    row("mtp:6 (mtp-42/final)", "mtp-42/final", "math", 4.0, 1.3),
+]
+
+
+def test_a_checkpoints_figure_is_its_mean_over_sets_and_the_spread_is_over_checkpoints():
+    own = evidence.rows_of(ROWS, "hyperdflash:6")
+    assert evidence.means(own, "acceptance_length") == pytest.approx([4.5, 4.7])
+    assert evidence.spread([4.5, 4.7]) == "4.60 ± 0.14"
+    assert evidence.spread([4.5]) == "4.50"
+    assert evidence.rows_of(ROWS, "hyperdflash:6", temperature=1) == []
+
+
+def test_the_better_of_the_two_mtp_modules_counts():
+    assert evidence.best_mtp(ROWS, 6, "acceptance_length", 0) == pytest.approx(3.8)
+    assert evidence.best_mtp(ROWS, 6, "speedup", 0) == pytest.approx(1.4)
+
+
+def test_a_table_of_the_document_is_replaced_and_nothing_else(monkeypatch):
+    monkeypatch.setitem(evidence.TABLES, "claims", lambda: "| new |")
+    text = "before\n<!-- claims -->\n| old |\n| table |\n<!-- end -->\nafter\n"
+    assert evidence.filled(text) == "before\n<!-- claims -->\n| new |\n<!-- end -->\nafter\n"
+    with pytest.raises(KeyError):
+        evidence.filled("<!-- unknown -->\n<!-- end -->")
+
+
+def test_the_document_says_what_the_results_say():
+    assert evidence.filled(evidence.DOCUMENT.read_text(encoding="utf-8")) == evidence.DOCUMENT.read_text(
+        encoding="utf-8"
+    )

@@ -1,0 +1,249 @@
+"""From records to figures: every number here can be checked by hand."""
+
+import csv
+import io
+import json
+
+import numpy as np
+import pytest
+
+from hyperdflash.generation.cli import main
+from hyperdflash.generation.plot import acceptance_curve
+from hyperdflash.generation.report import bootstrap, lossless_line, make_rows, make_tables, to_csv, to_markdown
+
+LOSSLESS = {"num_compared": 4, "num_ties": 0, "num_unexplained": 0, "tie_gap": 0.001}
+CELL = {"checkpoint": None, "dataset": "s", "mode": "non-thinking", "temperature": 0.0, "seed": 0, "turn": 0}
+
+
+def record(method, prompt, *, tokens, seconds, drafts=None, accepted=None, steps=(1, 1.0, 1.0, 0.0), **kwargs):
+    """`tokens` timed in `seconds`; `steps`: their number, and seconds of all, the target's and the drafter's."""
+    num_steps, step, verify, draft = steps
+    return {
+        "method": method,
+        **CELL,
+        "prompt": prompt,
+        "num_new_tokens": tokens + 1,
+        "num_timed_tokens": tokens,
+        "decoding_seconds": seconds,
+        "num_steps": num_steps,
+        "step_seconds": step,
+        "verify_seconds": verify,
+        "draft_seconds": draft,
+        "num_drafts": drafts,
+        "num_accepted": accepted,
+        **kwargs,
+    }
+
+
+def two_prompts():
+    """Prompt 0 with one turn, prompt 1 with two; a drafter of three drafts a round."""
+    return [
+        record("target-only", 0, tokens=8, seconds=8.0, steps=(8, 8.0, 6.0, 0.0)),
+        record("m:3", 0, tokens=8, seconds=4.0, drafts=[3, 3], accepted=[3, 3], steps=(2, 4.0, 2.5, 0.5)),
+        record("target-only", 1, tokens=6, seconds=6.0, steps=(6, 6.0, 4.5, 0.0)),
+        record("m:3", 1, tokens=6, seconds=6.0, drafts=[3, 3, 3], accepted=[0, 1, 2], steps=(3, 6.0, 4.0, 1.0)),
+        record("target-only", 1, tokens=4, seconds=4.0, steps=(4, 4.0, 3.0, 0.0), turn=1),
+        record("m:3", 1, tokens=4, seconds=2.0, drafts=[1], accepted=[0], steps=(1, 2.0, 1.5, 0.5), turn=1),
+    ]
+
+
+def test_acceptance_is_pooled_over_rounds_not_averaged_over_prompts():
+    """https://github.com/vllm-project/vllm/pull/17908"""
+    plain, row = make_rows(two_prompts(), [], 2)
+    assert (row["method"], row["num_prompts"], row["num_new_tokens"], row["num_rounds"]) == ("m:3", 2, 21, 6)
+    assert row["accepted_drafts"] == 9 / 6
+    assert row["acceptance_length"] == 2.5  # the mean over prompts would be (4 + 1.75) / 2
+    assert row["per_position_acceptance_rates"] == [4 / 6, 3 / 6, 2 / 6]
+    assert row["conditional_acceptance_rates"] == [4 / 6, 3 / 4, 2 / 3]
+    assert row["spec_decode_num_drafts"] == 6
+    assert row["spec_decode_num_draft_tokens"] == 16
+    assert row["spec_decode_num_accepted_tokens_per_pos"] == [4, 3, 2]
+    assert plain["method"] == "target-only"
+    assert plain["acceptance_length"] is plain["per_position_acceptance_rates"] is None
+
+
+def test_the_speedup_is_the_ratio_of_all_tokens_over_all_seconds():
+    """https://github.com/hemingkx/Spec-Bench/issues/29"""
+    plain, row = make_rows(two_prompts(), [], 2)
+    assert plain["tokens_per_second"] == 1.0
+    assert plain["speedup"] == 1.0
+    assert row["tokens_per_second"] == 18 / 12
+    assert row["speedup"] == 1.5
+    assert (row["draft_share"], row["verify_share"], row["other_share"]) == (2 / 12, 8 / 12, 2 / 12)
+    assert (plain["step_seconds"], plain["verify_seconds"], plain["other_seconds"]) == (1.0, 0.75, 0.25)
+    assert row["step_seconds"] == 2.0
+    # 2.5 tokens a round, each round a verification, a draft, and what a plain step needs besides
+    assert row["attainable_speedup"] == pytest.approx(2.5 * 1.0 / (8 / 6 + 2 / 6 + 0.25))
+    assert row["efficiency"] == pytest.approx(1.5 / row["attainable_speedup"])
+
+
+def test_intervals_draw_prompts_and_the_same_ones_for_both_sides():
+    _, row = make_rows(two_prompts(), [], 2)
+    # Two prompts: a quarter of the draws has twice the first, a quarter twice the second
+    assert row["acceptance_length_interval"] == [1.75, 4.0]
+    assert row["speedup_interval"] == [1.25, 2.0]
+    assert row["speedup_interval"] == make_rows(two_prompts(), [], 2)[1]["speedup_interval"]
+    # A slow second prompt, ten times so for both sides: unpaired, it would widen the interval
+    slow = [r | {"decoding_seconds": r["decoding_seconds"] * (10 if r["prompt"] else 1)} for r in two_prompts()]
+    assert make_rows(slow, [], 2)[1]["speedup_interval"] == [1.25, 2.0]
+
+
+def test_one_prompt_has_no_interval():
+    _, row = make_rows(two_prompts()[:2], [], 2)
+    assert row["acceptance_length_interval"] is row["speedup_interval"] is None
+
+
+def test_bootstrap_is_seeded_and_of_the_right_width():
+    values = np.random.default_rng(1).normal(5, 1, size=(400, 1))
+    low, high = bootstrap(values, lambda s: s[..., 0] / 400)
+    assert [low, high] == bootstrap(values, lambda s: s[..., 0] / 400)
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+    assert low < values.mean() < high
+
+
+def test_an_answer_of_one_token_weighs_nothing():
+    records = two_prompts() + [
+        record("target-only", 2, tokens=0, seconds=0.0, steps=(0, 0, 0, 0)),
+        record("m:3", 2, tokens=0, seconds=0.0, drafts=[], accepted=[], steps=(0, 0, 0, 0)),
+    ]
+    row = make_rows(records, [], 2)[1]
+    assert (row["num_prompts"], row["speedup"], row["acceptance_length"]) == (3, 1.5, 2.5)
+    only = make_rows(records[-2:], [], 2)[1]
+    assert only["speedup"] is only["tokens_per_second"] is only["draft_share"] is only["attainable_speedup"] is None
+
+
+def test_turns_that_a_method_has_not_answered_are_left_out_for_all():
+    rows = make_rows(two_prompts()[:-1], [], 2)
+    assert [row["num_new_tokens"] for row in rows] == [16, 16]
+    assert make_rows(two_prompts()[:1], [], 2) == []
+
+
+def row(method, dataset, speedup, tau, **kwargs):
+    rates = None if tau is None else [0.5, 0.25]
+    cell = {"checkpoint": None, "mode": "non-thinking", "temperature": 0.0, "seed": 0}
+    return {
+        "method": method,
+        **cell,
+        "dataset": dataset,
+        "acceptance_length": tau,
+        "per_position_acceptance_rates": rates,
+        "speedup": speedup,
+        "speedup_interval": None if tau is None else [speedup - 0.1, speedup + 0.2],
+        "differences": [],
+        **kwargs,
+    }
+
+
+def three_methods():
+    return [
+        row("target-only", "a", 1.0, None),
+        row("target-only", "b", 1.0, None),
+        *(row("m:3", "a", x, t, checkpoint=c) for c, x, t in (("s0", 2.0, 3.0), ("s1", 2.2, 3.4))),
+        *(row("m:3", "b", x, t, checkpoint=c) for c, x, t in (("s0", 1.0, 2.0), ("s1", 1.2, 2.4))),
+        row("n:6", "a", 3.0, 4.0),
+    ]
+
+
+def test_the_table_has_methods_down_and_sets_across():
+    text = to_markdown(three_methods(), ["A note."])
+    assert text.splitlines()[:7] == [
+        "**non-thinking, temperature 0**",
+        "",
+        "| method | a speed-up | a tau | b speed-up | b tau | Average speed-up | Average tau |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| target-only | 1.00x | – | 1.00x | – | 1.00x | – |",
+        "| m:3 | 2.10x ± 0.14 | 3.20 ± 0.28 | 1.10x ± 0.14 | 2.20 ± 0.28 | 1.60x ± 0.14 | 2.70 ± 0.28 |",
+        "| n:6 | 3.00x | 4.00 | – | – | – | – |",  # no average over some of the sets
+    ]
+    assert "tau = 1 + accepted drafts a round: it counts the target's own token" in text
+    assert "±: standard deviation over checkpoints and seeds." in text
+    assert text.endswith("A note.\n")
+
+
+def test_every_mode_and_temperature_has_a_table_of_its_own():
+    rows = [row("m:3", "a", 2.0, 3.0, mode=m, temperature=t) for m in ("non-thinking", "thinking") for t in (0.0, 0.6)]
+    titles = [title for title, _, _ in make_tables(rows)]
+    assert titles == [f"{m}, temperature {t}" for m in ("non-thinking", "thinking") for t in ("0", "0.6")]
+
+
+def test_the_csv_is_flat():
+    difference = {"explained": False}
+    rows = [row("target-only", "a", 1.0, None), row("m:3", "a", 2.0, 3.0, differences=[difference])]
+    plain, drafted = csv.DictReader(io.StringIO(to_csv(rows)))
+    assert drafted["method"] == "m:3"
+    assert (drafted["speedup_low"], drafted["speedup_high"]) == ("1.9", "2.2")
+    assert (drafted["per_position_acceptance_rates_1"], drafted["per_position_acceptance_rates_2"]) == ("0.5", "0.25")
+    assert (drafted["num_differences"], drafted["num_unexplained_differences"]) == ("1", "1")
+    assert plain["acceptance_length"] == plain["per_position_acceptance_rates_1"] == plain["speedup_low"] == ""
+
+
+def test_the_lossless_line_says_what_was_found():
+    results = {"complete": True, "lossless": LOSSLESS}
+    assert "passed: all 4 greedy answers" in lossless_line(results)
+    ties = lossless_line({"complete": True, "lossless": LOSSLESS | {"num_ties": 1}})
+    assert "passed: 3 of 4" in ties
+    assert "at most 0.001, a rounding tie" in ties
+    assert "FAILED: 2 of 4" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_unexplained": 2}})
+    assert "not made" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_compared": 0}})
+    assert "INCOMPLETE" in lossless_line({"complete": False, "lossless": LOSSLESS})
+
+
+def test_the_curve_weighs_sets_equally_and_counts_positions_never_drafted_as_rejected():
+    rows = [{"per_position_acceptance_rates": rates} for rates in ([0.8, 0.4], [0.4], None)]
+    assert acceptance_curve(rows) == [pytest.approx(0.6), pytest.approx(0.2)]
+
+
+# ---------------------------------------------------------------------------------------------------- hyperdflash plot
+
+
+def results_folder(path, rows):
+    path.mkdir()
+    (path / "results.json").write_text(json.dumps({"complete": True, "lossless": LOSSLESS, "rows": rows}))
+    return str(path)
+
+
+def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, capsys):
+    first = results_folder(tmp_path / "one", three_methods())
+    second = results_folder(tmp_path / "two", [row("target-only", "a", 1.0, None), row("o:6", "a", 2.5, 3.5)])
+    out = tmp_path / "both"
+    for _ in range(2):  # again into its own folder
+        assert main(["plot", first, second, "--output", str(out)]) == 0
+    table = (out / "table.md").read_text()
+    assert table.count("| target-only |") == 1
+    assert "| m:3 |" in table
+    assert "| o:6 |" in table
+    assert "one: Lossless check passed" in table
+    for name in ("acceptance.png", "speedup.png"):
+        picture = (out / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert 5_000 < len(picture) < 300_000
+    assert "both: table.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("case", ["missing", "broken", "lacking", "twice", "no rows", "foreign output", "file output"])
+def test_plot_refuses_by_name_and_writes_nothing(case, tmp_path, capsys):
+    rows = [] if case == "no rows" else three_methods()
+    folder, out = results_folder(tmp_path / "one", rows), tmp_path / "out"
+    argv, message = ["plot", folder, "--output", str(out)], "results.json cannot be used"
+    if case == "missing":
+        argv[1], message = str(tmp_path), f"no results.json in {tmp_path}"
+    elif case == "broken":
+        (tmp_path / "one" / "results.json").write_text("{")
+    elif case == "lacking":
+        (tmp_path / "one" / "results.json").write_text("{}")
+        message = "it lacks 'rows'"
+    elif case == "twice":
+        argv.insert(2, folder)
+        message = "the same row"
+    elif case == "no rows":
+        message = "nothing was answered"
+    elif case == "foreign output":
+        out.mkdir()
+        (out / "thesis.txt").write_text("x")
+        message = "holds no benchmark"
+    else:
+        out.write_text("x")
+        message = "is a file"
+    assert main(argv) == 1
+    assert message in capsys.readouterr().err
+    assert not out.exists() or out.is_file() or [path.name for path in out.iterdir()] == ["thesis.txt"]
