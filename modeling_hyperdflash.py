@@ -107,16 +107,35 @@ class HyperDFlashMarkovHead(nn.Module):
         states = nn.functional.embedding(previous_ids, self.markov_w1)
         return states if self.gate is None else states * torch.sigmoid(self.gate(hidden_states))
 
-    def forward(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(...)` and `(..., D)` -> `(..., V)`."""
-        return nn.functional.linear(self.states(previous_ids, hidden_states), self.markov_w2)
+    def bias(self, states: torch.Tensor) -> torch.Tensor:
+        """`(..., R)` -> `(..., V)`."""
+        return nn.functional.linear(states, self.markov_w2)
+
+
+class HyperDFlashConfidenceHead(nn.Module):
+    """Logit of the probability that a slot's draft is accepted, if those before it are.
+
+    It reads what is known before the draft is chosen: the slot's hidden state and, with a Markov head, the token
+    before it. A decision that looked at the draft itself would change what sampling draws.
+    """
+
+    def __init__(self, config: HyperDFlashConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if config.draft_head == "markov" else 0), 1)
+
+    def forward(self, hidden_states: torch.Tensor, markov_states: torch.Tensor | None) -> torch.Tensor:
+        """`(..., D)` and `(..., R)` -> `(..., 1)`; nothing is learned through its inputs."""
+        inputs = [hidden_states] if markov_states is None else [hidden_states, markov_states.to(hidden_states)]
+        return self.proj(torch.cat(inputs, dim=-1).detach())
 
 
 @dataclass
 class HyperDFlashModelOutput(BaseModelOutputWithPast):
-    """`markov_states` `(B, K, R)` are there when `previous_ids` were given."""
+    """What the drafter's heads add: `markov_states` `(B, K, R)` when `previous_ids` were given, `confidence_logits`
+    `(B, K, 1)` where these can be had."""
 
     markov_states: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
 
 
 REDUCERS = {"hc_gate": HyperDFlashGateReducer, "fc": HyperDFlashFCReducer, "mean": HyperDFlashMeanReducer}
@@ -260,6 +279,7 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         self.layers = nn.ModuleList([HyperDFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.markov_head = HyperDFlashMarkovHead(config) if config.draft_head == "markov" else None
+        self.confidence_head = HyperDFlashConfidenceHead(config) if config.draft_confidence else None
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -327,7 +347,12 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
             )
         hidden_states = self.norm(hidden_states)
         states = None if previous_ids is None else self.markov_head.states(previous_ids, hidden_states)
-        return HyperDFlashModelOutput(last_hidden_state=hidden_states, cache=cache, markov_states=states)
+        confidence = None
+        if self.confidence_head is not None and (self.markov_head is None or states is not None):
+            confidence = self.confidence_head(hidden_states, states)
+        return HyperDFlashModelOutput(
+            last_hidden_state=hidden_states, cache=cache, markov_states=states, confidence_logits=confidence
+        )
 
     def _mask(self, attention_mask, layer_type, num_total, num_new, embeds):
         """Additive `(B, 1, K, kv)` mask of one layer type, or None where every slot sees every key.

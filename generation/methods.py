@@ -25,11 +25,18 @@ from .init import INDEX_FILE, SINGLE_FILE, TargetCheckpoint, resolve_revision
 from .mtp import PREFIX, DeepseekV4MTP, load_mtp
 
 # What a drafter's configuration says when it is of the method.
+_PLAIN = {"draft_head": "none", "draft_confidence": False}
+_GATED = {"context_source": "pre_hc_head", "reducer": "hc_gate"}
+_MARKOV = {"draft_head": "markov", "draft_confidence": False}
 DRAFTERS = {
-    "dflash": {"context_source": "hidden_layers"},
-    "mean": {"context_source": "pre_hc_head", "reducer": "mean"},
-    "fc": {"context_source": "pre_hc_head", "reducer": "fc"},
-    "hyperdflash": {"context_source": "pre_hc_head", "reducer": "hc_gate"},
+    "dflash": {"context_source": "hidden_layers", **_PLAIN},
+    "dspark-like": {"context_source": "hidden_layers", **_MARKOV},
+    "mean": {"context_source": "pre_hc_head", "reducer": "mean", **_PLAIN},
+    "mean+markov": {"context_source": "pre_hc_head", "reducer": "mean", **_MARKOV},
+    "fc": {"context_source": "pre_hc_head", "reducer": "fc", **_PLAIN},
+    "hyperdflash": {**_GATED, **_PLAIN},
+    "hyperdflash+markov": {**_GATED, **_MARKOV},
+    "hyperdflash+markov+confidence": {**_GATED, "draft_head": "markov", "draft_confidence": True},
 }
 TARGET_ONLY, PROMPT_LOOKUP, MTP = "target-only", "prompt-lookup", "mtp"
 NAMES = (TARGET_ONLY, PROMPT_LOOKUP, MTP, *DRAFTERS)
@@ -174,13 +181,14 @@ def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
 
 
 def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
-    found = {name: getattr(config, name) for name in ("context_source", "reducer")}
+    names = ("context_source", "reducer", "draft_head", "draft_confidence")
+    found = {name: getattr(config, name) for name in names}
     wanted = DRAFTERS[method.name]
     if any(found[name] != value for name, value in wanted.items()):
         kinds = [name for name, values in DRAFTERS.items() if all(found[n] == v for n, v in values.items())]
         raise ValueError(
             f"{checkpoint} is no drafter of method {method.name} ({_values(wanted)}): its configuration has "
-            f"{_values(found)}, method {' or '.join(kinds)}"
+            f"{_values(found)}, which is method {' or '.join(kinds) or 'nothing that is compared here'}"
         )
     if method.num_drafts > config.block_size - 1:
         raise ValueError(

@@ -1,4 +1,7 @@
-"""The Markov head: a slot's logits are biased by the token chosen before it, in training as in decoding."""
+"""The heads on top of a block: the Markov head biases a slot's logits by the token chosen before it, in training as in
+decoding; the confidence head decides how many drafts are verified, and changes nothing else."""
+
+import math
 
 import pytest
 import torch
@@ -6,10 +9,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.generation_hyperdflash import ResidualTap, num_worth_verifying
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.blocks import make_blocks, previous_ids
-from hyperdflash.training.losses import drafter_loss, slot_weights
+from hyperdflash.training.losses import confidence_loss, drafter_loss, slot_weights
 
 
 def markov_drafter(target, *, gate=False, std=1.0, **kwargs) -> HyperDFlashModel:
@@ -24,7 +27,8 @@ def test_a_new_head_changes_no_logit():
     target = tiny_target()
     drafter = tiny_drafter(target, draft_head="markov", markov_rank=8)
     hidden = torch.randn(3, target.config.hidden_size)
-    assert not drafter.markov_head(torch.tensor([1, 2, 3]), hidden).any()
+    head = drafter.markov_head
+    assert not head.bias(head.states(torch.tensor([1, 2, 3]), hidden)).any()
     assert drafter.markov_head.markov_w1.any()
 
 
@@ -35,7 +39,9 @@ def test_the_bias_is_low_rank_and_weighed_by_the_gate(gate):
     row = head.markov_w1[[5, 9]]
     if gate:
         row = row * torch.sigmoid(hidden @ head.gate.weight.T + head.gate.bias)
-    torch.testing.assert_close(head(torch.tensor([5, 9]), hidden), row @ head.markov_w2.T)
+    states = head.states(torch.tensor([5, 9]), hidden)
+    torch.testing.assert_close(states, row)
+    torch.testing.assert_close(head.bias(states), row @ head.markov_w2.T)
 
 
 def test_previous_ids_are_the_anchor_and_then_the_labels():
@@ -129,3 +135,61 @@ def test_a_saved_head_is_loaded_with_the_drafter(tmp_path):
     drafter.save_pretrained(tmp_path)
     loaded = HyperDFlashModel.from_pretrained(tmp_path)
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in drafter.state_dict().items())
+
+
+# ---------------------------------------------------------------------------------------------------------- confidence
+
+
+@pytest.mark.parametrize(
+    ("rates", "cost", "want"),
+    [
+        ([0.9, 0.9, 0.9], 0.0, 3),  # verifying costs nothing
+        ([0.9, 0.0, 0.9], 0.0, 3),  # a draft that cannot be accepted costs nothing either
+        ([0.0, 0.0, 0.0], 0.5, 1),  # one is drafted at least
+        ([0.5, 0.6, 0.4], 0.2, 2),  # 0.3 * 1.2 >= 0.2 * 1.5, then 0.12 * 1.4 < 0.2 * 1.8
+        ([0.5, 0.1, 1.0], 0.2, 1),
+    ],
+)
+def test_a_draft_is_verified_while_it_raises_the_expected_tokens_a_second(rates, cost, want):
+    assert num_worth_verifying(rates, cost) == want
+    throughput = [
+        (1 + sum(torch.tensor(rates[:n]).cumprod(0).tolist())) / (1 + cost * n) for n in range(1, len(rates) + 1)
+    ]
+    assert all(a <= b for a, b in zip(throughput[:want], throughput[1:want], strict=False))
+
+
+def test_confidence_is_learned_where_all_earlier_slots_are_right_and_through_nothing_else():
+    logits = torch.tensor([[[0.0], [1.0], [-1.0]], [[2.0], [0.5], [3.0]]], requires_grad=True)
+    correct = torch.tensor([[True, False, True], [False, True, True]])
+    labels = torch.tensor([[5, 5, 5], [5, 5, -100]])
+    loss = confidence_loss(logits, correct, labels, 4)
+    want = [math.log(2), math.log1p(math.exp(1.0)), math.log1p(math.exp(2.0))]  # (0, right), (1, wrong), (2, wrong)
+    assert float(loss.detach()) == pytest.approx(sum(want) / 4)
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert (grad[..., 0] != 0).tolist() == [[True, True, False], [True, False, False]]
+
+
+def test_the_confidence_head_teaches_the_drafter_nothing():
+    target = tiny_target()
+    drafter = markov_drafter(target, draft_confidence=True)
+    residual, ids = torch.randn(1, 5, 2, 32), torch.randint(60, (1, 4))
+    out = drafter(torch.randn(1, 4, 32), residual, previous_ids=ids)
+    out.confidence_logits.sum().backward()
+    learned = {name for name, p in drafter.named_parameters() if p.grad is not None}
+    assert learned == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
+
+
+@pytest.mark.parametrize("head", ["none", "markov"])
+def test_confidence_changes_how_many_drafts_are_verified_and_no_token(head):
+    target = tiny_target()
+    drafter = tiny_drafter(
+        target, block_size=7, draft_head=head, markov_rank=8, draft_confidence=True, verify_cost=0.1
+    )
+    torch.nn.init.normal_(drafter.confidence_head.proj.weight, std=1.0)
+    numbers = set()
+    for length in (1, 8, 20):
+        prompt = random_ids(length, seed=length)
+        out = greedy(target, prompt, 40, assistant_model=drafter, return_dict_in_generate=True)
+        assert out.sequences.tolist() == greedy(target, prompt, 40).tolist()
+        numbers |= set(out.speculation.num_drafts)
+    assert len(numbers) > 2

@@ -94,6 +94,19 @@ def drafter_loss(
         )
 
 
+def confidence_loss(logits: torch.Tensor, correct: torch.Tensor, labels: torch.LongTensor, count) -> torch.Tensor:
+    """Binary cross-entropy of the estimated acceptance, over slots whose earlier slots are all right.
+
+    Args:
+        logits (`(N, S, 1)`), correct (`(N, S)`, bool), labels (`(..., S)`): -100 where a slot has no label.
+        count: what the sum is divided by, of the whole window: valid slots.
+    """
+    reached = (labels != -100).view(correct.shape)
+    reached[:, 1:] &= correct[:, :-1].long().cumprod(-1).bool()
+    loss = F.binary_cross_entropy_with_logits(logits[..., 0].float(), correct.float(), reduction="none")
+    return (loss * reached).sum() / count
+
+
 class _HeadLoss(torch.autograd.Function):
     """Loss and its gradient by `hidden` and the Markov head in one pass over chunks of `num_blocks` blocks."""
 

@@ -25,14 +25,14 @@ from .arguments import HyperDFlashTrainingArguments
 from .batches import EpochSampler, SampleDataset, collate
 from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
 from .card import STATE_FILE
-from .losses import drafter_loss
+from .losses import confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
 from .target import Features
 
 logger = logging.get_logger(__name__)
 
-_BY_SLOT = ("last_hidden_state", "markov_states")
+_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")
 EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
 
 
@@ -150,8 +150,8 @@ class HyperDFlashTrainer(Trainer):
         with self._timed("target"):
             features = Features(*(x.to(args.device) for x in self.features(inputs)))
             teacher = self._teacher(features.residual, blocks.teacher_positions[..., : self.num_kl_slots])
-        output = self._draft(model, features.context_hidden_states, blocks)
-        slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in output.items() if name in _BY_SLOT}
+        drafted = self._draft(model, features.context_hidden_states, blocks)
+        slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in drafted.items() if name in _BY_SLOT}
         markov_head = self._drafter.markov_head
         with self._timed("loss"):
             output = drafter_loss(
@@ -168,6 +168,10 @@ class HyperDFlashTrainer(Trainer):
                 markov_w2=None if markov_head is None else markov_head.markov_w2,
             )
             sums = slot_sums(output, blocks.labels)
+            loss = output.loss
+            if "confidence_logits" in slots:
+                counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
+                loss = loss + confidence_loss(slots["confidence_logits"], output.correct, blocks.labels, counts)
         if not torch.isfinite(output.loss):
             raise ValueError(
                 f"the loss is {float(output.loss)} at step {self.state.global_step}, samples "
@@ -177,7 +181,7 @@ class HyperDFlashTrainer(Trainer):
             self._window_sums += sums.sum(0)
             self._window_tokens += int(inputs["lengths"].sum())
             self._window_empty += int(inputs["lengths"].any() and not (blocks.labels != -100).any())
-        loss = output.loss * self.accelerator.num_processes
+        loss = loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
     def _draft(self, model, context: torch.Tensor, blocks: Blocks):

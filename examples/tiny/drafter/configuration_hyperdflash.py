@@ -54,6 +54,11 @@ class HyperDFlashConfig(PreTrainedConfig):
             slot get a bias from the token chosen for the slot before it.
         markov_rank (`int`, *optional*, defaults to 256), markov_gate (`bool`, *optional*, defaults to `False`):
             Rank of that bias, and whether the slot's hidden state weighs its parts.
+        draft_confidence (`bool`, *optional*, defaults to `False`):
+            Estimate each slot's acceptance, and verify no more drafts than are worth it.
+        verify_cost (`float`, *optional*, defaults to 0.03):
+            Time of one more verified token, as a share of a round that verifies no draft; the measure of what is worth
+            it (`python -m hyperdflash.generation.speed` measures it).
         target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
@@ -97,6 +102,8 @@ class HyperDFlashConfig(PreTrainedConfig):
     draft_head: str = "none"
     markov_rank: int = 256
     markov_gate: bool = False
+    draft_confidence: bool = False
+    verify_cost: float = 0.03
 
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -122,6 +129,8 @@ class HyperDFlashConfig(PreTrainedConfig):
             )
         if self.markov_rank < 1:
             raise ValueError(f"markov_rank is at least 1; got {self.markov_rank}")
+        if self.verify_cost < 0:
+            raise ValueError(f"verify_cost is a share of a round's time, at least 0; got {self.verify_cost}")
 
     def validate_context(self):
         """Source, tapped layers and reducer fit each other."""
