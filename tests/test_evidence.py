@@ -6,7 +6,7 @@ import pytest
 
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
-from hyperdflash.training.arguments import recipe_values
+from hyperdflash.training.arguments import load_recipe, recipe_values
 
 sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
@@ -23,7 +23,8 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     named = {setting.partition("=")[0] for setting in run.settings}
     assert changed - named <= {"output_dir", "seed", "drafter"}
     assert values["max_steps"] == (recipe["max_steps"] if run.group == "headline" else baselines.ABLATION_STEPS)
-    assert values["drafter"] == recipe["drafter"] | run.drafter
+    assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
+    load_recipe(baselines.RECIPE, run.overrides())
 
 
 def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():

@@ -79,6 +79,8 @@ class Run:
         if self.is_mtp:
             return list(self.settings)
         drafter = load_recipe(RECIPE).drafter | self.drafter
+        if any(setting.startswith("init_from=") for setting in self.settings):
+            drafter = {}  # the weights bring their sizes
         return [f"output_dir={self.output}", f"seed={self.seed}", f"drafter={json.dumps(drafter)}", *self.settings]
 
     def command(self) -> list[str]:
