@@ -27,7 +27,7 @@ KL_TEACHERS = ("mean_pool", "hc_head")
 
 
 # Fields of the drafter's configuration that `drafter` may set beside the arguments of `init_drafter`
-CONFIG_OPTIONS = {"reducer_path_norm"}
+CONFIG_OPTIONS = {"reducer_path_norm", "draft_head", "markov_rank", "markov_gate", "draft_confidence", "verify_cost"}
 
 
 class RecipeError(UsageError):
