@@ -66,6 +66,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         max_drafts (`int`, *optional*, defaults to 3): the deployment of the paper's MTP(3).
     """
 
+    # transformers lets a model's experts run in one kernel where its module has the text @use_experts_implementation
     max_drafts = 3  # an attribute, where the drafter's is derived from its block
 
     def __init__(self, config: DeepseekV4Config, max_drafts: int = 3):

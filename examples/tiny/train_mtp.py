@@ -14,13 +14,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, Trainer, TrainerControl, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from hyperdflash.generation.generate import load_target
-from hyperdflash.generation.mtp import load_mtp, mtp_state_dict
+from hyperdflash.generation.init import written_whole
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.batches import EpochSampler, SampleDataset, collate
+from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.features import OfflineFeatures, feature_settings, tapped_config
 from hyperdflash.training.trainer import decode_prompts
@@ -70,6 +71,13 @@ class MTPTrainer(Trainer):
         return metrics
 
 
+def load_module(target: str, config) -> DeepseekV4MTP:
+    """The target's module in fp32; its experts run one by one, which all runs did and whose FLOP can be counted."""
+    mtp = load_mtp(target, config, max_drafts=6).float()
+    mtp.set_experts_implementation("eager")
+    return mtp
+
+
 def mtp_loss(model, features, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and the share of the tokens that are predicted rightly, over those that the target wrote after its own."""
     input_ids, supervised = batch["input_ids"], batch["loss_mask"].bool()
@@ -102,7 +110,7 @@ def main() -> None:
     eval_rows, _ = load_recipe_data(recipe, recipe.eval_data, tokenizer)
     stored = OfflineFeatures(recipe.features_dir, feature_settings(recipe, rows, tokenizer, tapped_config(recipe)))
     trainer = MTPTrainer(
-        load_mtp(recipe.target, target.config, max_drafts=6).float(),
+        load_module(recipe.target, target.config),
         TrainingArguments(
             output_dir=str(out),
             seed=args.seed,
@@ -131,9 +139,13 @@ def main() -> None:
         train_dataset=SampleDataset(rows, stored),
         eval_dataset=SampleDataset(eval_rows),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
-    (out / "final").mkdir(exist_ok=True)
-    save_file(mtp_state_dict(trainer.model), out / "final" / "model.safetensors", metadata={"format": "pt"})
+    whole = [folder for folder in list_checkpoints(out) if read_state(folder) is not None]
+    if whole and read_state(whole[-1])["global_step"] >= recipe.max_steps:  # the library would take one step more
+        trainer._load_from_checkpoint(str(whole[-1]))
+    else:
+        trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
+    with written_whole(out / "final", overwrite=True) as folder:
+        save_file(mtp_state_dict(trainer.model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":
