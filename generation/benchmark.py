@@ -35,7 +35,7 @@ from ..pairing_hyperdflash import target_fingerprint
 from ..training.answers import to_message
 from ..training.files import write_atomically
 from ..training.rows import progress_is_hidden
-from .cli import UsageError
+from .cli import UsageError, check_positive
 from .clock import accelerators, timed_call
 from .generate import DTYPES, load_target
 from .init import GATE_TENSORS, TargetCheckpoint, read_identity
@@ -141,9 +141,7 @@ class Benchmark:
         for turn, text in enumerate(prompt.turns):
             messages.append({"role": "user", "content": text})
             mode = cell["mode"]
-            ids, _ = encode_with_mask(
-                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
-            )
+            ids = self.encode(messages, mode)
             self.now = question = {**cell, "prompt": prompt.index, "turn": turn}
             if len(ids) > self.max_prompt_tokens:
                 self.left_out.append({**question, "num_prompt_tokens": len(ids)})
@@ -154,6 +152,11 @@ class Benchmark:
             if cell["temperature"] == 0:
                 self.compare(ids, answers, question)
             messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
+
+    def encode(self, messages: list[dict], mode: str) -> list[int]:
+        """The ids of a prompt, up to where the answer begins."""
+        options = {"mode": mode, **self.plan.encoding, "add_generation_prompt": True}
+        return encode_with_mask(messages, self.tokenizer, **options)[0]
 
     def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
         """The ids of an answer: recorded before, or decoded and recorded now."""
@@ -186,9 +189,7 @@ class Benchmark:
         ):
             prompt = prompts.prompts[0]
             messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-            ids, _ = encode_with_mask(
-                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
-            )
+            ids = self.encode(messages, mode)
             if len(ids) > self.max_prompt_tokens:
                 continue
             for arm in drafters:
@@ -366,10 +367,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
     """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
     methods = parse_methods(args.methods)
     check_names(args.datasets, args.prompts)
-    for name, least in (("num_prompts", 1), ("max_new_tokens", 1), ("threads", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
     for name in ("modes", "temperatures", "seeds"):
         values = getattr(args, name)
         if len(set(values)) < len(values):

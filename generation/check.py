@@ -13,7 +13,6 @@ import json
 import math
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -30,10 +29,10 @@ from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
 from ..training.rows import read_rows
-from .cli import UsageError
+from .cli import check_positive
 from .demo import PROMPTS
 from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, MIN_Z, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
-from .generate import DTYPES, check_drafter_type, load_drafter, load_target
+from .generate import DTYPES, check_drafter_type, check_folder, load_drafter, load_target
 from .metrics import TIE_GAPS, first_difference
 from .promises import read_promises
 from .prompt_sets import history_and_turns
@@ -296,11 +295,8 @@ def decoded_rounds(pair: Pair) -> SpeculativeStats:
 
 def predicted_rounds(pair: Pair) -> SpeculativeStats:
     """The rounds that decoding would have if it drafted what training's blocks say on the target's own texts."""
-    stats, accepted, num_slots = (
-        SpeculativeStats(),
-        pair.configured.accepted().int().tolist(),
-        pair.config.block_size - 1,
-    )
+    stats, num_slots = SpeculativeStats(), pair.config.block_size - 1
+    accepted = pair.configured.accepted().int().tolist()
     for text in pair.own:
         right, accepted = accepted[: text.anchors.shape[1]], accepted[text.anchors.shape[1] :]
         rounds, i = [], 0
@@ -406,11 +402,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or `CAUSE_FOUND`."""
-    for name in ("num_prompts", "max_new_tokens", "threads"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if args.drafter.startswith((".", "/", "~")) and not Path(args.drafter).is_dir():
-        raise OSError(f"no folder {args.drafter}")
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
+    check_folder(args.drafter)
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
         torch.set_num_threads(args.threads)

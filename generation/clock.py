@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ..cache_hyperdflash import RewindableSlidingLayer
-from ..generation_hyperdflash import SpeculativeStats
+from ..generation_hyperdflash import SpeculativeStats, num_leading
 
 
 def accelerators(*models) -> set[torch.device]:
@@ -173,7 +173,7 @@ class LookupRounds:
         if drafts:
             agree = [a == b for a, b in zip(new_ids, drafts, strict=False)]
             self.stats.num_drafts.append(len(drafts))
-            self.stats.num_accepted.append(agree.index(False) if False in agree else len(agree))
+            self.stats.num_accepted.append(num_leading(agree))
 
 
 def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int) -> dict:

@@ -12,14 +12,15 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..pairing_hyperdflash import check_shapes
 from .cli import UsageError
-from .generate import check_drafter_type, load_drafter
-from .init import TargetCheckpoint, resolve_revision
-from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp, tensor_files
+from .generate import check_drafter_type, check_folder, load_drafter
+from .init import TargetCheckpoint, file_in, resolve_revision, tensor_files
+from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp
 
 # What a drafter's configuration says when it is of the method.
 DRAFTERS = {
@@ -166,8 +167,7 @@ def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
             find_mtp(*place(target))
         for checkpoint in method.checkpoints:
             name, revision = split_revision(checkpoint)
-            if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-                raise OSError(f"no folder {name}")
+            check_folder(name)
             if method.name == MTP:
                 find_mtp(name, revision)
                 continue
@@ -204,7 +204,7 @@ def find_mtp(checkpoint: str, revision: str | None = None) -> Path:
     """
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
-        names, repository = tensor_files(folder), None
+        names, repository = tensor_files(partial(file_in, folder), checkpoint), None
     else:
         repository = TargetCheckpoint(checkpoint, revision)
         names = repository.files

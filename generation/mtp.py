@@ -10,8 +10,8 @@ the token after it. It lives under `mtp.0.*` in a checkpoint and shares embeddin
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
 
-import json
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from ..generation_hyperdflash import HyperDFlashAssistant, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
-from .init import INDEX_FILE, SINGLE_FILE
+from .init import file_in, tensor_files
 
 PREFIX = "mtp.0."
 
@@ -186,7 +186,8 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
     Raises `ValueError` as `check_mtp_names` does, and for a module of other shapes; `OSError` for no weights at all.
     """
     folder, tensors = Path(checkpoint), {}
-    files = {name: file for name, file in tensor_files(folder).items() if name.startswith(PREFIX)}
+    files = tensor_files(partial(file_in, folder), checkpoint)
+    files = {name: file for name, file in files.items() if name.startswith(PREFIX)}
     check_mtp_names(files, checkpoint)
     for file in set(files.values()):
         with safe_open(folder / file, framework="pt") as f:
@@ -213,16 +214,6 @@ def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> t
     if name == "layer.mlp.experts.down_proj":
         return torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])
     return tensors[PREFIX + _official_name(name)]
-
-
-def tensor_files(folder: Path) -> dict[str, str]:
-    """The name of every tensor of a checkpoint folder, and the file it is in; `OSError` for a folder of none."""
-    if (folder / INDEX_FILE).is_file():
-        return json.loads((folder / INDEX_FILE).read_text())["weight_map"]
-    if not (folder / SINGLE_FILE).is_file():
-        raise FileNotFoundError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
-    with safe_open(folder / SINGLE_FILE, framework="pt") as f:
-        return dict.fromkeys(f.keys(), SINGLE_FILE)
 
 
 def check_mtp_names(names: Collection[str], where: str | Path) -> None:

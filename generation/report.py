@@ -64,9 +64,7 @@ def _place(rows: list[dict], name: str, value) -> int:
 
 def _complete(records: list[dict], num_arms: int) -> list[dict]:
     asked = [tuple(record[name] for name in KEY[2:]) for record in records]
-    counts = {}
-    for question in asked:
-        counts[question] = counts.get(question, 0) + 1
+    counts = Counter(asked)
     return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_arms]
 
 
@@ -262,7 +260,7 @@ def _intervals(rows: list[dict], datasets: list[str]) -> list[str]:
 def _line(method: str, rows: list[dict], datasets: list[str]) -> list[str]:
     cells = {name: [_cells([row for row in rows if row["dataset"] == d], name) for d in datasets] for name in FORMS}
     for name, cell in cells.items():
-        cell.append(_cell(_averages(rows, datasets, name), FORMS[name]))
+        cell.append(spread(_averages(rows, datasets, name), FORMS[name]))
     return [method, *(cell for pair in zip(*cells.values(), strict=True) for cell in pair)]
 
 
@@ -270,15 +268,15 @@ FORMS = {"speedup": "{:.2f}x", "acceptance_length": "{:.2f}"}
 
 
 def _cells(rows: list[dict], name: str) -> str:
-    return _cell([row[name] for row in rows if row[name] is not None], FORMS[name])
+    return spread([row[name] for row in rows if row[name] is not None], FORMS[name])
 
 
-def _cell(values: list[float], form: str) -> str:
+def spread(values: list[float], form: str = "{:.2f}") -> str:
     """Mean, and the standard deviation over checkpoints and seeds where there are several."""
     if not values:
         return "–"
-    spread = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
-    return form.format(statistics.fmean(values)) + spread
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
+    return form.format(statistics.fmean(values)) + deviation
 
 
 def _averages(rows: list[dict], datasets: list[str], name: str) -> list[float]:
@@ -294,13 +292,17 @@ def to_markdown(rows: list[dict], notes: list[str]) -> str:
     """All tables, then the definitions and the notes."""
     parts = []
     for title, header, lines in [*make_tables(rows), *make_interval_tables(rows)]:
-        text = [f"**{title}**", "", _row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, lines)]
-        parts.append("\n".join(text))
+        parts.append(f"**{title}**\n\n{table(header, lines)}")
     if not parts:
         parts.append("No prompt has been answered by all methods yet.")
     if any("±" in part for part in parts):
         notes = ["±: standard deviation over checkpoints and seeds.", *notes]
     return "\n\n".join([*parts, definitions(rows), *token_notes(rows), *notes]) + "\n"
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """In markdown; columns behind the first are aligned to the right."""
+    return "\n".join(map(_row, [header, ["---", *["---:"] * (len(header) - 1)], *lines]))
 
 
 def _row(cells: list[str]) -> str:

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyperdflash.generation.init import new_drafter, written_whole
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.batches import collate
-from hyperdflash.training.card import list_checkpoints
+from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.features import new_drafter_config
 from hyperdflash.training.files import write_atomically
 from hyperdflash.training.target import TargetHead
@@ -68,9 +68,13 @@ class Run:
         return self.name.startswith("mtp")
 
     @property
+    def drafter_options(self) -> dict:
+        return load_recipe(RECIPE).drafter | self.drafter
+
+    @property
     def method(self) -> str:
         """As `hyperdflash benchmark --methods` takes it."""
-        drafter = load_recipe(RECIPE).drafter | self.drafter
+        drafter = self.drafter_options
         kind = {"hidden_layers": "dflash", "fc": "fc", "mean": "mean"}
         name = kind.get(drafter.get("context_source"), kind.get(drafter.get("reducer"), "hyperdflash"))
         return f"{name}:{drafter['block_size'] - 1}={self.output / 'final'}"
@@ -78,9 +82,8 @@ class Run:
     def overrides(self) -> list[str]:
         if self.is_mtp:
             return list(self.settings)
-        drafter = load_recipe(RECIPE).drafter | self.drafter
-        if any(setting.startswith("init_from=") for setting in self.settings):
-            drafter = {}  # the weights bring their sizes
+        from_weights = any(setting.startswith("init_from=") for setting in self.settings)
+        drafter = {} if from_weights else self.drafter_options  # weights bring their sizes
         return [f"output_dir={self.output}", f"seed={self.seed}", f"drafter={json.dumps(drafter)}", *self.settings]
 
     def command(self) -> list[str]:
@@ -172,9 +175,8 @@ def write_random_gate() -> None:
 
 def summarize(run: Run) -> None:
     """Write down what the run was, its budget, and its curve."""
-    state = json.loads((ROOT / list_checkpoints(ROOT / run.output)[-1] / "trainer_state.json").read_text())
-    args = load_recipe(RECIPE, [setting for setting in run.overrides() if not setting.startswith("--")])
-    parameters, flops, tokens_an_epoch = costs(run, args)
+    state = read_state(list_checkpoints(ROOT / run.output)[-1])
+    parameters, flops, tokens_an_epoch = costs(run, load_recipe(RECIPE, run.overrides()))
     steps = state["global_step"]
     tokens = round(tokens_an_epoch * state["epoch"])
     names = ("eval_acceptance_length", "eval_expected_acceptance_length", "eval_ce", "eval_kl")
@@ -204,16 +206,14 @@ def costs(run: Run, args) -> tuple[int, float, int]:
     """Parameters, FLOP of forward and backward a token (matrix products, on sixteen texts), tokens an epoch."""
     from train_mtp import load_module, mtp_loss  # beside this file
 
-    args.hub_token, args.eval_strategy = None, "no"
     parts = prepare(args)
-    trainer = make_trainer(args, parts)
     batch = collate([parts.train_dataset[i] for i in range(0, 1600, 100)])
     with FlopCounterMode(display=False) as counter:
         if run.is_mtp:
             model = load_module(args.target, parts.features.head.config)
-            mtp_loss(model, parts.features, batch)[0].backward()
+            mtp_loss(model, parts.features, batch).backward()
         else:
-            model = parts.drafter
+            model, trainer = parts.drafter, make_trainer(args, parts)
             trainer.compute_loss(model, trainer._add_blocks(batch, 0)).backward()
     parameters = sum(p.numel() for p in model.parameters())
     return parameters, counter.get_total_flops() / int(batch["lengths"].sum()), sum(parts.train_dataset.rows["length"])

@@ -12,8 +12,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+from hyperdflash.generation.report import spread, table
 from hyperdflash.training.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,17 +65,6 @@ def means(rows: list[dict], name: str) -> list[float]:
     for row in rows:
         values.setdefault(row["checkpoint"], []).append(row[name])
     return [fmean(v) for v in values.values()]
-
-
-def spread(values: list[float], form: str = "{:.2f}") -> str:
-    """Mean, and the standard deviation where there are several."""
-    text = form.format(fmean(values))
-    return f"{text} ± {stdev(values):.2f}" if len(values) > 1 else text
-
-
-def table(header: list[str], lines: list[list[str]]) -> str:
-    rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

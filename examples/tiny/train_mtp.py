@@ -13,24 +13,24 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, Trainer, TrainerControl, TrainingArguments, set_seed
+from transformers import AutoTokenizer, TrainerControl, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hyperdflash.generation.generate import load_target
 from hyperdflash.generation.init import written_whole
 from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
 from hyperdflash.training.arguments import load_recipe
-from hyperdflash.training.batches import EpochSampler, SampleDataset, collate
+from hyperdflash.training.batches import SampleDataset, collate
 from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.features import OfflineFeatures, feature_settings, tapped_config
-from hyperdflash.training.trainer import decode_prompts
+from hyperdflash.training.trainer import EpochTrainer, decode_prompts
 
 RECIPE = "training/recipes/tiny_headline.yaml"
 LEARNING_RATE = 1e-3
 
 
-class MTPTrainer(Trainer):
+class MTPTrainer(EpochTrainer):
     """Cross-entropy of the token after the next one; evaluation is real decoding with six drafts.
 
     Args:
@@ -42,19 +42,9 @@ class MTPTrainer(Trainer):
         super().__init__(model, args, data_collator=collate, **kwargs)
         self.recipe, self.target, self.features = recipe, target, features
 
-    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
-        lengths = self.train_dataset.rows["length"]
-        self._sampler = EpochSampler(lengths, self._train_batch_size, self.args.seed, group_by_length=True)
-        return self._sampler
-
-    def _run_epoch(self, *, epoch: int, **kwargs):
-        self._sampler.set_epoch(epoch)
-        return super()._run_epoch(epoch=epoch, **kwargs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The module at position t reads the residual of t and the token t + 1, and predicts t + 2."""
-        loss, _ = mtp_loss(model, self.features, inputs)
-        return loss
+        return mtp_loss(model, self.features, inputs)
 
     def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
         recipe = self.recipe
@@ -78,16 +68,15 @@ def load_module(target: str, config) -> DeepseekV4MTP:
     return mtp
 
 
-def mtp_loss(model, features, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss, and the share of the tokens that are predicted rightly, over those that the target wrote after its own."""
+def mtp_loss(model, features, batch: dict) -> torch.Tensor:
+    """Cross-entropy of the tokens that the target wrote after its own."""
     input_ids, supervised = batch["input_ids"], batch["loss_mask"].bool()
     next_ids, residual, head = input_ids[:, 1:-1], features(batch).residual[:, :-2].float(), features.head
     hidden, _ = model(head.embed(next_ids).float(), residual, next_ids)
     keep = supervised[:, 1:-1] & supervised[:, 2:]  # as in decoding, the token t + 1 is the target's own
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden[keep].to(head.lm_head.dtype), head.lm_head).float()
-    labels = input_ids[:, 2:][keep]
-    return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean()
+    return F.cross_entropy(logits, input_ids[:, 2:][keep])
 
 
 def main() -> None:
@@ -117,6 +106,7 @@ def main() -> None:
             use_cpu=True,
             bf16=True,
             max_steps=recipe.max_steps,
+            train_sampling_strategy=recipe.train_sampling_strategy,
             per_device_train_batch_size=recipe.per_device_train_batch_size,
             learning_rate=args.learning_rate,
             adam_beta2=recipe.adam_beta2,
