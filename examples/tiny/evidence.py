@@ -136,7 +136,8 @@ def rounds() -> str:
     lines = []
     for method, label in {"target-only": "plain decoding", **METHODS}.items():
         own = rows_of(rows, method)
-        cells = [f"{1000 * fmean(row[f'{part}_seconds'] for row in own):.1f}" for part in ("draft", "verify", "other")]
+        seconds = ([row[f"{part}_seconds"] for row in own] for part in ("draft", "verify", "other"))
+        cells = ["–" if None in part else f"{1000 * fmean(part):.1f}" for part in seconds]  # of lookup none is told
         efficiency = [row["efficiency"] for row in own if row["efficiency"] is not None]
         lines.append([label, *cells, f"{fmean(efficiency):.2f}" if method != "target-only" else "–"])
     return table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
