@@ -26,10 +26,6 @@ FEATURES = ("online", "offline")
 KL_TEACHERS = ("mean_pool", "hc_head")
 
 
-# Fields of the drafter's configuration that `drafter` may set beside the arguments of `init_drafter`
-CONFIG_OPTIONS = {"reducer_path_norm", "draft_head", "markov_rank", "markov_gate", "draft_confidence", "verify_cost"}
-
-
 class RecipeError(UsageError):
     """A recipe that cannot be run as it is written."""
 
@@ -155,7 +151,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
         if self.eval_decode_prompts and not self.eval_data:
             raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
-        known = inspect.signature(init_drafter).parameters.keys() - {"target", "output", "revision"} | CONFIG_OPTIONS
+        known = inspect.signature(init_drafter).parameters.keys() - {"target", "output", "revision"}
         for name in self.drafter:
             if name not in known:
                 raise RecipeError(f"drafter has no option {name!r}{_suggestion(name, known)}")
