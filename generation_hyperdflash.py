@@ -318,12 +318,12 @@ class HyperDFlashAssistant:
         if self.markov_head is None:
             choose(logits)
         else:
-            previous, rows = noise_ids[0, :1].to(hidden.device), []
+            previous, states = noise_ids[0, :1].to(hidden.device), []
             for slot in range(num_drafts):
-                rows.append(self.markov_head.states(previous, hidden[slot : slot + 1]))
-                bias = self.markov_head.bias(rows[-1])
+                bias, state = self.markov_head(previous, hidden[slot : slot + 1])
                 previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
-            states = torch.cat(rows)
+                states.append(state)
+            states = torch.cat(states)
         if self.confidence_head is None:
             return None
         rates = self.confidence_head(hidden, states)[:, 0].float().sigmoid()

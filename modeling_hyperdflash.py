@@ -102,6 +102,13 @@ class HyperDFlashMarkovHead(nn.Module):
         self.markov_w2 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
         self.gate = nn.Linear(config.hidden_size, config.markov_rank) if config.markov_gate else None
 
+    def forward(
+        self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(N,)` and `(N, D)` -> bias `(N, V)` and states `(N, R)`."""
+        states = self.states(previous_ids, hidden_states)
+        return self.bias(states), states
+
     def states(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(...)` and `(..., D)` -> `(..., R)`, of which `markov_w2` makes the bias."""
         states = nn.functional.embedding(previous_ids, self.markov_w1)
@@ -131,8 +138,8 @@ class HyperDFlashConfidenceHead(nn.Module):
 
 @dataclass
 class HyperDFlashModelOutput(BaseModelOutputWithPast):
-    """What the drafter's heads add: `markov_states` `(B, K, R)` when `previous_ids` were given, `confidence_logits`
-    `(B, K, 1)` where these can be had."""
+    """What the drafter's heads add when `previous_ids` were given: `markov_states` `(B, K, R)` and `confidence_logits`
+    `(B, K, 1)`."""
 
     markov_states: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
@@ -317,7 +324,7 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
             cache (`Cache`, *optional*):
                 Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
             previous_ids (`torch.LongTensor` of shape `(B, K)`, *optional*):
-                For training a Markov head: the true token before each slot's.
+                For training the heads: the true token before each slot's.
 
         Returns:
             `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
@@ -346,9 +353,10 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
-        states = None if previous_ids is None else self.markov_head.states(previous_ids, hidden_states)
-        confidence = None
-        if self.confidence_head is not None and (self.markov_head is None or states is not None):
+        states = confidence = None
+        if previous_ids is not None and self.markov_head is not None:
+            states = self.markov_head.states(previous_ids, hidden_states)
+        if previous_ids is not None and self.confidence_head is not None:
             confidence = self.confidence_head(hidden_states, states)
         return HyperDFlashModelOutput(
             last_hidden_state=hidden_states, cache=cache, markov_states=states, confidence_logits=confidence

@@ -22,19 +22,19 @@ from .generate import check_drafter_type, check_folder, load_drafter
 from .init import TargetCheckpoint, file_in, resolve_revision, tensor_files
 from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp
 
+CONFIDENCE = "+confidence"  # without it, a confidence head is left out
 # What a drafter's configuration says when it is of the method.
-_PLAIN = {"draft_head": "none", "draft_confidence": False}
-_GATED = {"context_source": "pre_hc_head", "reducer": "hc_gate"}
-_MARKOV = {"draft_head": "markov", "draft_confidence": False}
+_HIDDEN, _PATHS = {"context_source": "hidden_layers"}, {"context_source": "pre_hc_head"}
+_MARKOV = {"draft_head": "markov"}
 DRAFTERS = {
-    "dflash": {"context_source": "hidden_layers", **_PLAIN},
-    "dspark-like": {"context_source": "hidden_layers", **_MARKOV},
-    "mean": {"context_source": "pre_hc_head", "reducer": "mean", **_PLAIN},
-    "mean+markov": {"context_source": "pre_hc_head", "reducer": "mean", **_MARKOV},
-    "fc": {"context_source": "pre_hc_head", "reducer": "fc", **_PLAIN},
-    "hyperdflash": {**_GATED, **_PLAIN},
-    "hyperdflash+markov": {**_GATED, **_MARKOV},
-    "hyperdflash+markov+confidence": {**_GATED, "draft_head": "markov", "draft_confidence": True},
+    "dflash": {**_HIDDEN, "draft_head": "none"},
+    "mean": {**_PATHS, "reducer": "mean", "draft_head": "none"},
+    "fc": {**_PATHS, "reducer": "fc", "draft_head": "none"},
+    "hyperdflash": {**_PATHS, "reducer": "hc_gate", "draft_head": "none"},
+    "dspark-like": {**_HIDDEN, **_MARKOV},
+    "mean+markov": {**_PATHS, "reducer": "mean", **_MARKOV},
+    "hyperdflash+markov": {**_PATHS, "reducer": "hc_gate", **_MARKOV},
+    "hyperdflash+markov+confidence": {**_PATHS, "reducer": "hc_gate", **_MARKOV, "draft_confidence": True},
 }
 TARGET_ONLY, PROMPT_LOOKUP, MTP = "target-only", "prompt-lookup", "mtp"
 NAMES = (TARGET_ONLY, PROMPT_LOOKUP, MTP, *DRAFTERS)
@@ -255,12 +255,14 @@ def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype
     loaded, arms = {}, []
     for method in methods:
         for name in method.checkpoints or (None,):
-            key = (method.name == MTP, name and _resolved(name))
+            key = (method.name == MTP, method.name.endswith(CONFIDENCE), name and _resolved(name))
             if method.name == MTP and key not in loaded:
                 folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
                 loaded[key] = _placed(load_mtp(folder, target.config, most), target)
             elif method.name in DRAFTERS and key not in loaded:
                 loaded[key] = load_drafter(*split_revision(name), dtype, target)
+                if not method.name.endswith(CONFIDENCE):
+                    loaded[key].confidence_head = None
             arms.append(Arm(method.label, labels.get(name), _options(method, loaded.get(key))))
     return arms
 

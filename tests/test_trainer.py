@@ -89,15 +89,22 @@ UNEVEN = (5, 12, 30, 3, 21, 8, 17, 4)
 # -------------------------------------------------------------------------------------------------------- the gradient
 
 
+HEADS = {"draft_head": "markov", "markov_rank": 8, "markov_gate": True, "draft_confidence": True}
+
+
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, accumulation):
+def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, accumulation, heads):
     """Logged loss and new weights, for samples of very uneven lengths, clipping included.
 
     https://github.com/huggingface/transformers/issues/37766
     """
     cut = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    target = tiny_target(num_hash_layers=1)
+    drafters = [tiny_drafter(target, block_size=4, **heads).train() for _ in range(2)]
     trainers = [
-        make_trainer(tmp_path, make_rows(UNEVEN), num_anchors=6, max_grad_norm=0.5, **options) for options in ({}, cut)
+        make_trainer(tmp_path, make_rows(UNEVEN), model=m, target=target, num_anchors=6, max_grad_norm=0.5, **options)
+        for m, options in zip(drafters, ({}, cut), strict=True)
     ]
     for trainer in trainers:
         trainer.train()

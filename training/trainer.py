@@ -194,13 +194,14 @@ class HyperDFlashTrainer(EpochTrainer):
         embeds = self.head.embed(blocks.input_ids).float()
         context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
         masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
-        previous = {} if self._drafter.markov_head is None else {"previous_ids": previous_ids(blocks)}
+        config = self.drafter_config
+        has_heads = config.draft_head == "markov" or config.draft_confidence
         return model(
             noise_embeds=embeds,
             context_hidden_states=context,
             attention_mask=masks,
             position_ids=blocks.position_ids,
-            **previous,
+            previous_ids=previous_ids(blocks) if has_heads else None,
         )
 
     def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor) -> torch.Tensor:
