@@ -324,8 +324,8 @@ def init_drafter(
         hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of
             the drafter, by default those of `default_sizes` at the target's width.
         target_layer_ids: for `context_source="hidden_layers"`, by default one for each drafter layer, evenly spaced.
-        draft_head, markov_rank, markov_gate, draft_confidence, verify_cost: heads beyond the paper, by default none; see
-            [`HyperDFlashConfig`].
+        draft_head, markov_rank, markov_gate, draft_confidence, verify_cost: heads beyond the paper, by default none.
+            See [`HyperDFlashConfig`].
         revision: branch, tag or commit of a Hub id; the commit is stored.
         seed: of the random weights.
 

@@ -398,24 +398,27 @@ def test_reducer_of_huge_streams_is_finite_compiled_or_not(dtype):
         torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=1e-2 if dtype is torch.bfloat16 else 1e-4)
 
 
-def test_lora_trains_adapters_and_the_whole_reducer(tmp_path):
-    """Both are in the saved adapter; nothing else moves.
+def test_lora_trains_adapters_and_the_whole_reducer_and_heads(tmp_path):
+    """All are in the saved adapter; nothing else moves.
 
     https://github.com/huggingface/peft/issues/899
     """
     from safetensors.torch import load_file
 
-    model = with_lora(tiny_drafter(tiny_target(), block_size=4).train(), {"r": 4})
+    model = with_lora(tiny_drafter(tiny_target(), block_size=4, **HEADS).train(), {"r": 4})
     before = weights(model)
     trainer = make_trainer(tmp_path, make_rows(UNEVEN), model=model, save_strategy="steps", save_steps=1)
     trainer.train()
     moved = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
     assert {"hc_fn", "hc_base", "hc_scale", "path_norm"} <= {name.rsplit(".", 1)[-1] for name in moved}
+    assert any("markov_w2" in name for name in moved)
+    assert any("confidence_head" in name for name in moved)
     assert any("lora_B" in name for name in moved)
     saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in saved)
     assert any("reducer" in name and name.endswith("hc_fn") for name in saved)
+    assert any(name.endswith("markov_w1") for name in saved)
 
 
 def test_lora_keeps_what_else_is_to_be_trained_whole():
