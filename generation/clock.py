@@ -37,7 +37,8 @@ def time_at_rest(devices: set[torch.device]) -> float:
 
 
 class Clock:
-    """Seconds inside the target's forward, the drafter's (with the embedding and LM head it borrows), and `crop`.
+    """Seconds inside the target's forward, the drafter's (with its own heads, and the embedding and LM head it
+    borrows), and `crop`.
 
     Args:
         target: the target.
@@ -52,7 +53,9 @@ class Clock:
 
     def __init__(self, target, drafter=None):
         self.target, self.drafter = target, drafter
-        self.borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
+        self._around_draft = [target.get_input_embeddings(), target.get_output_embeddings()]
+        heads = {} if drafter is None else dict(drafter.named_children())
+        self._around_draft += [heads[name] for name in ("markov_head", "confidence_head") if name in heads]
         self._devices = accelerators(target, *([] if drafter is None else [drafter]))
         self.reset()
 
@@ -65,7 +68,7 @@ class Clock:
     @contextmanager
     def running(self):
         """Hooks on the modules for the length of a `with`."""
-        modules = [self.target, *([] if self.drafter is None else [self.drafter]), *self.borrowed]
+        modules = [self.target, *([] if self.drafter is None else [self.drafter]), *self._around_draft]
         handles = [
             handle
             for module in modules

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..generation_hyperdflash import ResidualTap
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..training.blocks import attention_masks, make_blocks
+from ..training.blocks import attention_masks, make_blocks, previous_ids
 from ..training.losses import drafter_loss
 from ..training.rows import progress_is_hidden
 from ..training.target import TargetHead
@@ -206,9 +206,18 @@ class Pair:
                 hidden, blocks = self.hidden(text, anchors, **options)
                 slots = hidden[:, first_slot:][:, : blocks.labels.shape[-1]]
                 labels = blocks.labels[0, :, : slots.shape[1]].to(hidden.device)
-                loss = drafter_loss(slots, labels, lm_head, slots[:, :0], gamma=0, alpha=0, temperature=1)
+                heads = self.sequential(blocks, slots)
+                loss = drafter_loss(slots, labels, lm_head, slots[:, :0], gamma=0, alpha=0, temperature=1, **heads)
                 rows.append((loss.correct, labels != -100, loss.ce))
         return Score(*(torch.cat(parts).cpu() for parts in zip(*rows, strict=True)))
+
+    @torch.no_grad()
+    def sequential(self, blocks, slots: torch.Tensor) -> dict:
+        """What the loss needs of a Markov head, for the slots `(A, S, D)` with the true tokens before them."""
+        if (head := self.model.markov_head) is None:
+            return {}
+        previous = previous_ids(blocks).view(len(slots), -1)[:, 1 : 1 + slots.shape[1]]
+        return {"markov_states": head.states(previous.to(slots.device), slots), "markov_w2": head.markov_w2}
 
     @torch.no_grad()
     def variant(self, **changes) -> HyperDFlashModel:

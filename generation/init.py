@@ -23,7 +23,7 @@ from huggingface_hub.errors import EntryNotFoundError, HFValidationError, Strict
 from safetensors import SafetensorError, safe_open
 from transformers import DeepseekV4Config
 
-from ..configuration_hyperdflash import CONTEXT_SOURCES, REDUCERS, HyperDFlashConfig
+from ..configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import fingerprint_rows, special_token_name, target_fingerprint
 
@@ -303,6 +303,11 @@ def init_drafter(
     head_dim: int | None = None,
     sliding_window: int | None = None,
     target_layer_ids: list[int] | None = None,
+    draft_head: str | None = None,
+    markov_rank: int | None = None,
+    markov_gate: bool | None = None,
+    draft_confidence: bool | None = None,
+    verify_cost: float | None = None,
     revision: str | None = None,
     seed: int = 0,
 ) -> Path:
@@ -319,6 +324,8 @@ def init_drafter(
         hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of
             the drafter, by default those of `default_sizes` at the target's width.
         target_layer_ids: for `context_source="hidden_layers"`, by default one for each drafter layer, evenly spaced.
+        draft_head, markov_rank, markov_gate, draft_confidence, verify_cost: heads beyond the paper, by default none.
+            See [`HyperDFlashConfig`].
         revision: branch, tag or commit of a Hub id; the commit is stored.
         seed: of the random weights.
 
@@ -346,6 +353,11 @@ def init_drafter(
         intermediate_size=intermediate_size,
         num_key_value_heads=num_key_value_heads,
         sliding_window=sliding_window,
+        draft_head=draft_head,
+        markov_rank=markov_rank,
+        markov_gate=markov_gate,
+        draft_confidence=draft_confidence,
+        verify_cost=verify_cost,
     )
     tensors = read_identity(checkpoint, has_hc_head)
     config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
@@ -447,6 +459,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument(
         "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
     )
+    parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
+    parser.add_argument("--draft-confidence", action="store_true", help="verify only drafts that are worth it")
     for name in _SIZE_OPTIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
@@ -462,13 +476,15 @@ _SIZE_OPTIONS = (
     "num_key_value_heads",
     "head_dim",
     "sliding_window",
+    "markov_rank",
 )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `init_drafter` raises."""
     names = ("revision", "block_size", "mask_token_id", "context_source", "reducer", "target_layer_ids", "seed")
-    output = init_drafter(args.target, args.output, **{name: getattr(args, name) for name in names + _SIZE_OPTIONS})
+    names += ("draft_head", "draft_confidence", *_SIZE_OPTIONS)
+    output = init_drafter(args.target, args.output, **{name: getattr(args, name) for name in names})
     config = json.loads((output / "config.json").read_text())
     print(
         f"{output}: a drafter of {config['num_hidden_layers']} layers for {config['target_name_or_path']}, "

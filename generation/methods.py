@@ -22,12 +22,19 @@ from .generate import check_drafter_type, check_folder, load_drafter
 from .init import TargetCheckpoint, file_in, resolve_revision, tensor_files
 from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp
 
+CONFIDENCE = "+confidence"  # without it, a confidence head is left out
 # What a drafter's configuration says when it is of the method.
+_HIDDEN, _PATHS = {"context_source": "hidden_layers"}, {"context_source": "pre_hc_head"}
+_MARKOV = {"draft_head": "markov"}
 DRAFTERS = {
-    "dflash": {"context_source": "hidden_layers"},
-    "mean": {"context_source": "pre_hc_head", "reducer": "mean"},
-    "fc": {"context_source": "pre_hc_head", "reducer": "fc"},
-    "hyperdflash": {"context_source": "pre_hc_head", "reducer": "hc_gate"},
+    "dflash": {**_HIDDEN, "draft_head": "none"},
+    "mean": {**_PATHS, "reducer": "mean", "draft_head": "none"},
+    "fc": {**_PATHS, "reducer": "fc", "draft_head": "none"},
+    "hyperdflash": {**_PATHS, "reducer": "hc_gate", "draft_head": "none"},
+    "dspark-like": {**_HIDDEN, **_MARKOV},
+    "mean+markov": {**_PATHS, "reducer": "mean", **_MARKOV},
+    "hyperdflash+markov": {**_PATHS, "reducer": "hc_gate", **_MARKOV},
+    "hyperdflash+markov+confidence": {**_PATHS, "reducer": "hc_gate", **_MARKOV, "draft_confidence": True},
 }
 TARGET_ONLY, PROMPT_LOOKUP, MTP = "target-only", "prompt-lookup", "mtp"
 NAMES = (TARGET_ONLY, PROMPT_LOOKUP, MTP, *DRAFTERS)
@@ -178,13 +185,14 @@ def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
 
 
 def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
-    found = {name: getattr(config, name) for name in ("context_source", "reducer")}
+    names = ("context_source", "reducer", "draft_head", "draft_confidence")
+    found = {name: getattr(config, name) for name in names}
     wanted = DRAFTERS[method.name]
     if any(found[name] != value for name, value in wanted.items()):
         kinds = [name for name, values in DRAFTERS.items() if all(found[n] == v for n, v in values.items())]
         raise ValueError(
             f"{checkpoint} is no drafter of method {method.name} ({_values(wanted)}): its configuration has "
-            f"{_values(found)}, method {' or '.join(kinds)}"
+            f"{_values(found)}, which is method {' or '.join(kinds) or 'nothing that is compared here'}"
         )
     if method.num_drafts > config.block_size - 1:
         raise ValueError(
@@ -247,12 +255,14 @@ def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype
     loaded, arms = {}, []
     for method in methods:
         for name in method.checkpoints or (None,):
-            key = (method.name == MTP, name and _resolved(name))
+            key = (method.name == MTP, method.name.endswith(CONFIDENCE), name and _resolved(name))
             if method.name == MTP and key not in loaded:
                 folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
                 loaded[key] = _placed(load_mtp(folder, target.config, most), target)
             elif method.name in DRAFTERS and key not in loaded:
                 loaded[key] = load_drafter(*split_revision(name), dtype, target)
+                if not method.name.endswith(CONFIDENCE):
+                    loaded[key].confidence_head = None
             arms.append(Arm(method.label, labels.get(name), _options(method, loaded.get(key))))
     return arms
 

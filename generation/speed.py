@@ -2,10 +2,12 @@
 
 Everything is measured in one run, plain and drafted decoding interleaved, one thread; read the ratios, not the times.
 Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
-(c) the share of rewinding; (d) bytes held by the cache.
+(c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more verified token, which the drafter's
+`verify_cost` should say; (f) the share of its sequential head, if it has one.
 """
 
 import argparse
+import copy
 import statistics
 
 import torch
@@ -13,9 +15,10 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from ..cache_hyperdflash import make_rewindable
+from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from ..modeling_hyperdflash import HyperDFlashModel
-from .clock import Clock
+from .clock import Clock, timed_call
 from .demo import PROMPTS, TINY
 from .demo import generate as generate_demo
 from .generate import load_drafter, load_target
@@ -95,6 +98,44 @@ def cache_bytes(target) -> None:
     print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}  [only entries grow]")
 
 
+def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
+    """(e): the slope of the target's forward over drafts, by the time of a round that would verify none."""
+    costs = []
+    for _ in range(repeats):
+        rounds = []
+        for prompt in PROMPTS.values():
+            for number in range(1, drafter.config.block_size):
+                rounds.append((number, *seconds_of_a_round(target, tokenizer, prompt, drafter, number)))
+        numbers, verify_s, step_s = zip(*rounds, strict=True)
+        slope = statistics.linear_regression(numbers, verify_s).slope
+        none = statistics.mean(step - number * slope for number, step in zip(numbers, step_s, strict=True))
+        costs.append(slope / none)
+    print(
+        f"(e) one more verified token: {spread(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]"
+    )
+
+
+def head_share(target, tokenizer, drafter, repeats: int) -> None:
+    """(f): a round with the sequential head and one without."""
+    without = copy.copy(drafter)
+    without._modules = {**drafter._modules, "markov_head": None}  # the weights are shared
+    shares = []
+    for _ in range(repeats):
+        for prompt in PROMPTS.values():
+            most = drafter.config.block_size - 1
+            step_s = [seconds_of_a_round(target, tokenizer, prompt, model, most)[1] for model in (drafter, without)]
+            shares.append(1 - step_s[1] / step_s[0])
+    print(f"(f) the sequential head: {spread(shares, '.1%')} of a round  [under 10%]")
+
+
+def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int) -> tuple[float, float]:
+    """Mean seconds of verifying and of the whole round."""
+    ids, _ = encode_with_mask([{"role": "user", "content": prompt}], tokenizer, add_generation_prompt=True)
+    options = {"assistant_model": drafter, "num_assistant_tokens": num_drafts}
+    figures = timed_call(target, options, ids, max_new_tokens=NEW_TOKENS, temperature=0, seed=0)
+    return figures["verify_seconds"] / figures["num_steps"], figures["step_seconds"] / figures["num_steps"]
+
+
 def nbytes(value) -> int:
     """Bytes of the storages that a value reaches, each once."""
     storages = {}
@@ -134,6 +175,10 @@ def main() -> int:
     outside_forwards(target, tokenizer, drafter, args.repeats)
     drafter_time(target, drafter)
     cache_bytes(target)
+    drafter.confidence_head = None  # all drafts of every round
+    verify_cost(target, tokenizer, drafter, args.repeats)
+    if drafter.markov_head is not None:
+        head_share(target, tokenizer, drafter, args.repeats)
     return 0
 
 

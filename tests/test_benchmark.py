@@ -57,6 +57,13 @@ def world(tmp_path_factory, target):
     tiny_drafter(target, seed=2).save_pretrained(folder / "b" / "final")
     tiny_drafter(target, reducer="mean").save_pretrained(folder / "mean")
     tiny_drafter(target, context_source="hidden_layers", target_layer_ids=[0, 1]).save_pretrained(folder / "dflash")
+    heads = {
+        "draft_head": "markov",
+        "markov_rank": 8,
+        "draft_confidence": True,
+        "verify_cost": 10.0,
+    }  # 1 draft is worth it
+    tiny_drafter(target, **heads).save_pretrained(folder / "markov")
     rows = [{"turns": [f"Question {i}", "Again"][: 1 + i % 2]} for i in range(3)]
     (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "one.jsonl").write_text(json.dumps({"prompt": "Write a haiku."}) + "\n")
@@ -732,9 +739,20 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("dflash:3=a/final", "no drafter of method dflash (context_source 'hidden_layers'): its configuration has"),
-        ("hyperdflash:3=mean", "method hyperdflash (context_source 'pre_hc_head', reducer 'hc_gate')"),
-        ("mean:3=dflash", "context_source 'hidden_layers', reducer 'fc', method dflash"),
+        (
+            "dflash:3=a/final",
+            "no drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its configuration has",
+        ),
+        (
+            "hyperdflash:3=mean",
+            "method hyperdflash (context_source 'pre_hc_head', reducer 'hc_gate', draft_head 'none')",
+        ),
+        (
+            "hyperdflash+markov:3=mean",
+            "its configuration has context_source 'pre_hc_head', reducer 'mean', draft_head 'none'",
+        ),
+        ("hyperdflash:3=markov", "method hyperdflash+markov or hyperdflash+markov+confidence"),
+        ("mean:3=dflash", "reducer 'fc', draft_head 'none', draft_confidence False, which is method dflash"),
         ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens a round (block_size 4"),
         ("hyperdflash:3=target", "is no HyperDFlash drafter"),
         ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
@@ -749,6 +767,15 @@ def test_a_checkpoint_that_is_not_the_methods_is_one_error_before_any_work(
     assert command(methods=(method,)) == (1, None)
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
+    methods = [f"hyperdflash+markov{name}:3=markov" for name in ("", "+confidence")]
+    status, results = command(methods=methods, tokens="12")
+    assert status == 0
+    plain, confident = (row for row in results["rows"] if row["num_rounds"])
+    assert plain["spec_decode_num_draft_tokens"] > 2 * plain["num_rounds"]
+    assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
 
 
 @pytest.mark.parametrize(

@@ -471,6 +471,23 @@ def test_every_size_can_be_given(mixed, tmp_path):
     assert {name: getattr(stored, name) for name in given} == given
 
 
+def test_heads_beyond_the_paper_can_be_asked_for(mixed, tmp_path):
+    options = {
+        "draft_head": "markov",
+        "markov_rank": 8,
+        "markov_gate": True,
+        "draft_confidence": True,
+        "verify_cost": 0.1,
+    }
+    config = make(mixed, tmp_path / "d", **options).config
+    assert {name: getattr(config, name) for name in options} == options
+    flags = ["--mask-token-id", "63", "--draft-head", "markov", "--markov-rank", "8", "--draft-confidence"]
+    assert cli.main(["init", str(mixed), str(tmp_path / "e"), *flags]) == 0
+    drafter = HyperDFlashModel.from_pretrained(tmp_path / "e")
+    assert drafter.markov_head.markov_w1.shape == (drafter.config.vocab_size, 8)
+    assert drafter.confidence_head is not None
+
+
 def test_tapped_layers_spread_over_the_target():
     assert spread_layers(43, 5) == [1, 11, 20, 30, 40]
     for depth in range(1, 9):

@@ -89,15 +89,22 @@ UNEVEN = (5, 12, 30, 3, 21, 8, 17, 4)
 # -------------------------------------------------------------------------------------------------------- the gradient
 
 
+HEADS = {"draft_head": "markov", "markov_rank": 8, "markov_gate": True, "draft_confidence": True}
+
+
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, accumulation):
+def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, accumulation, heads):
     """Logged loss and new weights, for samples of very uneven lengths, clipping included.
 
     https://github.com/huggingface/transformers/issues/37766
     """
     cut = {"per_device_train_batch_size": batch_size, "gradient_accumulation_steps": accumulation}
+    target = tiny_target(num_hash_layers=1)
+    drafters = [tiny_drafter(target, block_size=4, **heads).train() for _ in range(2)]
     trainers = [
-        make_trainer(tmp_path, make_rows(UNEVEN), num_anchors=6, max_grad_norm=0.5, **options) for options in ({}, cut)
+        make_trainer(tmp_path, make_rows(UNEVEN), model=m, target=target, num_anchors=6, max_grad_norm=0.5, **options)
+        for m, options in zip(drafters, ({}, cut), strict=True)
     ]
     for trainer in trainers:
         trainer.train()
@@ -391,24 +398,27 @@ def test_reducer_of_huge_streams_is_finite_compiled_or_not(dtype):
         torch.testing.assert_close(eager, compiled, atol=1e-4, rtol=1e-2 if dtype is torch.bfloat16 else 1e-4)
 
 
-def test_lora_trains_adapters_and_the_whole_reducer(tmp_path):
-    """Both are in the saved adapter; nothing else moves.
+def test_lora_trains_adapters_and_the_whole_reducer_and_heads(tmp_path):
+    """All are in the saved adapter; nothing else moves.
 
     https://github.com/huggingface/peft/issues/899
     """
     from safetensors.torch import load_file
 
-    model = with_lora(tiny_drafter(tiny_target(), block_size=4).train(), {"r": 4})
+    model = with_lora(tiny_drafter(tiny_target(), block_size=4, **HEADS).train(), {"r": 4})
     before = weights(model)
     trainer = make_trainer(tmp_path, make_rows(UNEVEN), model=model, save_strategy="steps", save_steps=1)
     trainer.train()
     moved = {name for name, value in weights(model).items() if not torch.equal(value, before[name])}
     assert all("lora_" in name or "modules_to_save" in name for name in moved)
     assert {"hc_fn", "hc_base", "hc_scale", "path_norm"} <= {name.rsplit(".", 1)[-1] for name in moved}
+    assert any("markov_w2" in name for name in moved)
+    assert any("confidence_head" in name for name in moved)
     assert any("lora_B" in name for name in moved)
     saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     assert any("lora_A" in name for name in saved)
     assert any("reducer" in name and name.endswith("hc_fn") for name in saved)
+    assert any(name.endswith("markov_w1") for name in saved)
 
 
 def test_lora_keeps_what_else_is_to_be_trained_whole():

@@ -99,6 +99,13 @@ def make_blocks(
     )
 
 
+def previous_ids(blocks: Blocks) -> torch.LongTensor:
+    """The true token before each slot's, `(B, A * K)`: the anchor for slot 1, then the labels."""
+    B, A, S = blocks.labels.shape
+    anchor = blocks.input_ids.view(B, A, S + 1)[..., :1]
+    return torch.cat([anchor, anchor, blocks.labels[..., :-1].clamp(min=0)], dim=-1).flatten(1)
+
+
 def attention_masks(
     anchors: torch.LongTensor, length: int, config, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor | BlockMask]:

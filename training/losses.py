@@ -1,10 +1,10 @@
 """The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3).
 
 The logits of all slots never exist at once: the LM head, both terms and their gradients are worked out for some slots
-at a time, already in the forward. That is possible because the head is frozen and the loss is a plain sum over slots,
-every slot's share being known beforehand (`counts`).
+at a time, already in the forward. That is possible because the loss is a plain sum over slots, every slot's share
+being known beforehand (`counts`).
 
-Legend: N blocks, S slots (block_size - 1), P slots with KL, D hidden, V vocabulary.
+Legend: N blocks, S slots (block_size - 1), P slots with KL, D hidden, V vocabulary, R rank of the Markov head.
 """
 
 from typing import NamedTuple
@@ -47,6 +47,8 @@ def drafter_loss(
     temperature: float,
     counts: torch.Tensor | None = None,
     chunk_size: int = 256,
+    markov_states: torch.Tensor | None = None,
+    markov_w2: torch.Tensor | None = None,
 ) -> LossOutput:
     """`CE + alpha * KL` with exact denominators.
 
@@ -62,6 +64,8 @@ def drafter_loss(
         counts (`(S,)`, *optional*): valid slots of the whole accumulation window in all processes, which make the loss
             a share of that window's; by default those of `labels`.
         chunk_size: slots whose logits exist at the same time.
+        markov_states (`(N, S, R)`, *optional*), markov_w2 (`(V, R)`): a Markov head's, whose bias both terms see; they
+            get gradients too.
     """
     num_slots, num_kl_slots = labels.shape[1], teacher_hidden.shape[1]
     if counts is None:
@@ -75,24 +79,53 @@ def drafter_loss(
     num_blocks = max(1, chunk_size // num_slots)
     with torch.autocast(hidden.device.type, enabled=False):  # the head works in its own dtype, as in decoding
         return LossOutput(
-            *_HeadLoss.apply(hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks)
+            *_HeadLoss.apply(
+                hidden,
+                labels,
+                lm_head,
+                teacher_hidden,
+                ce_scale,
+                kl_scale,
+                temperature,
+                num_blocks,
+                markov_states,
+                markov_w2,
+            )
         )
 
 
+def confidence_loss(logits: torch.Tensor, correct: torch.Tensor, labels: torch.LongTensor, count) -> torch.Tensor:
+    """Binary cross-entropy of the estimated acceptance, over slots whose earlier slots are all right.
+
+    Args:
+        logits (`(N, S, 1)`), correct (`(N, S)`, bool), labels (`(..., S)`): -100 where a slot has no label.
+        count: what the sum is divided by, of the whole window: valid slots.
+    """
+    reached = (labels != -100).view(correct.shape)
+    reached[:, 1:] &= correct[:, :-1].long().cumprod(-1).bool()
+    loss = F.binary_cross_entropy_with_logits(logits[..., 0].float(), correct.float(), reduction="none")
+    return (loss * reached).sum() / count
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Loss and its gradient by `hidden` in one pass over chunks of `num_blocks` blocks."""
+    """Loss and its gradient by `hidden` and the Markov head in one pass over chunks of `num_blocks` blocks."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks):
+    def forward(ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks, states, w2):
         needs_grad = hidden.requires_grad
         (N, S), P = labels.shape, teacher_hidden.shape[1]
         ce, kl = ce_scale.new_zeros(N, S), ce_scale.new_zeros(N, P)
         correct = torch.zeros_like(labels, dtype=torch.bool)
-        grad = torch.empty_like(hidden) if needs_grad else None
+        grad, grad_states, grad_w2 = (
+            torch.zeros_like(x) if needs_grad and x is not None else None for x in (hidden, states, w2)
+        )
+        w2_head = w2.to(lm_head.dtype) if w2 is not None else None
         for start in range(0, N, num_blocks):
             rows = slice(start, start + num_blocks)
             valid = labels[rows] != -100
             logits = _logits(hidden[rows], lm_head)
+            if w2 is not None:
+                logits += _logits(states[rows], w2_head)
             target = labels[rows].clamp(min=0).unsqueeze(-1)
             highest, choice = logits.max(-1)
             softmax = (logits - highest.unsqueeze(-1)).exp_()
@@ -111,17 +144,21 @@ class _HeadLoss(torch.autograd.Function):
                 if P:
                     scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
                     grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
-                grad[rows] = grad_logits.to(lm_head.dtype) @ lm_head
+                grad_logits = grad_logits.to(lm_head.dtype)
+                grad[rows] = grad_logits @ lm_head
+                if w2 is not None:
+                    grad_states[rows] = grad_logits @ w2_head
+                    grad_w2 += grad_logits.flatten(0, 1).T @ states[rows].to(lm_head.dtype).flatten(0, 1)
         loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
-        ctx.save_for_backward(grad)
+        ctx.save_for_backward(grad, grad_states, grad_w2)
         ctx.mark_non_differentiable(ce, kl, correct)
         return loss, ce, kl, correct
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
+        grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
+        return grads[0], None, None, None, None, None, None, None, *grads[1:]
 
 
 def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

@@ -216,12 +216,13 @@ def check_drafter(config, head: TargetHead, name: str) -> None:
 
 
 def with_lora(drafter: HyperDFlashModel, options: dict):
-    """The drafter with low-rank adapters on its projections; reducer and gate are trained whole."""
+    """The drafter with low-rank adapters on its projections; reducer, gate and heads are trained whole."""
     check_installed("peft", "lora")
     from peft import LoraConfig, get_peft_model
 
     try:
-        saved = sorted({"reducer", *(options.get("modules_to_save") or [])})
+        heads = {name for name, _ in drafter.named_children() if name in ("markov_head", "confidence_head")}
+        saved = sorted({"reducer", *heads, *(options.get("modules_to_save") or [])})
         config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": saved})
     except TypeError as error:
         raise RecipeError(f"lora: {error}; it takes the arguments of peft's LoraConfig") from error

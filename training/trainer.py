@@ -23,15 +23,16 @@ from ..generation.metrics import timed_greedy
 from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
 from .batches import EpochSampler, SampleDataset, collate
-from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks
+from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
 from .card import STATE_FILE
-from .losses import drafter_loss
+from .losses import confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
 from .target import Features
 
 logger = logging.get_logger(__name__)
 
+_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")
 EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
 
 
@@ -153,10 +154,12 @@ class HyperDFlashTrainer(EpochTrainer):
         with self._timed("target"):
             features = Features(*(x.to(args.device) for x in self.features(inputs)))
             teacher = self._teacher(features.residual, blocks.teacher_positions[..., : self.num_kl_slots])
-        hidden = self._draft(model, features.context_hidden_states, blocks)
+        drafted = self._draft(model, features.context_hidden_states, blocks)
+        slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in drafted.items() if name in _BY_SLOT}
+        markov_head = self._drafter.markov_head
         with self._timed("loss"):
             output = drafter_loss(
-                hidden.view(B * A, S + 1, -1)[:, 1:],
+                slots["last_hidden_state"],
                 blocks.labels.flatten(0, 1),
                 self.head.lm_head,
                 teacher,
@@ -165,8 +168,14 @@ class HyperDFlashTrainer(EpochTrainer):
                 temperature=args.kl_temperature,
                 counts=num_items_in_batch,
                 chunk_size=args.loss_chunk_size,
+                markov_states=slots.get("markov_states"),
+                markov_w2=None if markov_head is None else markov_head.markov_w2,
             )
             sums = slot_sums(output, blocks.labels)
+            loss = output.loss
+            if "confidence_logits" in slots:
+                counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
+                loss = loss + confidence_loss(slots["confidence_logits"], output.correct, blocks.labels, counts)
         if not torch.isfinite(output.loss):
             raise ValueError(
                 f"the loss is {float(output.loss)} at step {self.state.global_step}, samples "
@@ -176,21 +185,24 @@ class HyperDFlashTrainer(EpochTrainer):
             self._window_sums += sums.sum(0)
             self._window_tokens += int(inputs["lengths"].sum())
             self._window_empty += int(inputs["lengths"].any() and not (blocks.labels != -100).any())
-        loss = output.loss * self.accelerator.num_processes
+        loss = loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
-    def _draft(self, model, context: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-        """The drafter's output for all blocks, `(B, A * K, D)`."""
+    def _draft(self, model, context: torch.Tensor, blocks: Blocks):
+        """The drafter's output for all blocks, its tensors `(B, A * K, ...)`."""
         length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]
         embeds = self.head.embed(blocks.input_ids).float()
         context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
         masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
+        config = self.drafter_config
+        has_heads = config.draft_head == "markov" or config.draft_confidence
         return model(
             noise_embeds=embeds,
             context_hidden_states=context,
             attention_mask=masks,
             position_ids=blocks.position_ids,
-        ).last_hidden_state
+            previous_ids=previous_ids(blocks) if has_heads else None,
+        )
 
     def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor) -> torch.Tensor:
         """The target's normed states at `(B, A, P)` positions, `(B * A, P, D)`."""

@@ -18,6 +18,7 @@ UNTESTED_TRANSFORMERS = (
 
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
+DRAFT_HEADS = ("none", "markov")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -48,6 +49,16 @@ class HyperDFlashConfig(PreTrainedConfig):
             The target's width and depth.
         vocab_size (`int`, *optional*, defaults to 129280):
             The target's vocabulary; embedding and LM head are the target's and never stored here.
+        draft_head (`str`, *optional*, defaults to `"none"`):
+            `"none"`: the slots of a block are predicted independently, as in the paper. `"markov"`: the logits of a
+            slot get a bias from the token chosen for the slot before it.
+        markov_rank (`int`, *optional*, defaults to 256), markov_gate (`bool`, *optional*, defaults to `False`):
+            Rank of that bias, and whether the slot's hidden state weighs its parts.
+        draft_confidence (`bool`, *optional*, defaults to `False`):
+            Estimate each slot's acceptance, and verify no more drafts than are worth it.
+        verify_cost (`float`, *optional*, defaults to 0.03):
+            Time of one more verified token, as a share of a round that verifies no draft; the measure of what is worth
+            it (`python -m hyperdflash.generation.speed` measures it).
         target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
@@ -88,6 +99,12 @@ class HyperDFlashConfig(PreTrainedConfig):
     max_position_embeddings: int = 1048576
     use_cache: bool = True
 
+    draft_head: str = "none"
+    markov_rank: int = 256
+    markov_gate: bool = False
+    draft_confidence: bool = False
+    verify_cost: float = 0.03
+
     target_name_or_path: str | None = None
     target_revision: str | None = None
     target_fingerprint: dict | None = None
@@ -110,12 +127,17 @@ class HyperDFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows"
             )
+        if self.markov_rank < 1:
+            raise ValueError(f"markov_rank is at least 1; got {self.markov_rank}")
+        if self.verify_cost < 0:
+            raise ValueError(f"verify_cost is a share of a round's time, at least 0; got {self.verify_cost}")
 
     def validate_context(self):
         """Source, tapped layers and reducer fit each other."""
         for name, value, allowed in (
             ("context_source", self.context_source, CONTEXT_SOURCES),
             ("reducer", self.reducer, REDUCERS),
+            ("draft_head", self.draft_head, DRAFT_HEADS),
             *(("layer_types", layer_type, LAYER_TYPES) for layer_type in self.layer_types),
         ):
             if value not in allowed:

@@ -299,18 +299,45 @@ class HyperDFlashAssistant:
         """What a round starts from, `(1, K)`: room for the anchor, then mask tokens."""
         return torch.full((1, self.config.block_size), self.config.mask_token_id, device=device)
 
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, choose) -> None:
+    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, choose) -> int | None:
         """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until `num_drafts` are chosen.
 
         Args:
             context, noise_ids, position, num_drafts, target, cache: as in `draft`.
             ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
             choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
+
+        Returns how many of them to verify, or None for all. When sampling, whether a draft is verified must not depend
+        on what it is, only on those before it.
         """
-        choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+        if self.markov_head is None and self.confidence_head is None:
+            choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+            return None
+        hidden = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
+        logits, hidden, states = head_logits(target, hidden), hidden.to(self.norm.weight), None
+        if self.markov_head is None:
+            choose(logits)
+        else:
+            previous, states = noise_ids[0, :1].to(hidden.device), []
+            for slot in range(num_drafts):
+                bias, state = self.markov_head(previous, hidden[slot : slot + 1])
+                previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
+                states.append(state)
+            states = torch.cat(states)
+        if self.confidence_head is None:
+            return None
+        rates = self.confidence_head(hidden, states)[:, 0].float().sigmoid()
+        return num_worth_verifying(rates.tolist(), self.config.verify_cost)
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
-        """Draft logits of one block.
+        """Draft logits of one block, without those of a sequential head.
+
+        Returns `(num_drafts, V)` in fp32, on the head's device; arguments as in `draft_hidden`.
+        """
+        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache))
+
+    def draft_hidden(self, context, noise_ids, position, num_drafts, target, cache):
+        """The drafter's output for the slots of one block.
 
         Args:
             context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
@@ -319,7 +346,7 @@ class HyperDFlashAssistant:
             position (`int`): the anchor's position.
 
         Returns:
-            `torch.Tensor` of shape `(num_drafts, V)`, fp32, on the head's device.
+            `torch.Tensor` of shape `(num_drafts, D)`, in the dtype of the target's embedding.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight = self.norm.weight
@@ -332,8 +359,7 @@ class HyperDFlashAssistant:
             position_ids=torch.arange(start, stop, device=weight.device)[None],
             cache=cache,
         )
-        hidden = output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
-        return head_logits(target, hidden)
+        return output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
 
     def assisted_decoding_loop(
         self,
@@ -366,6 +392,22 @@ def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Te
     """fp32 logits of states from a drafter's device; an offloaded (meta) head moves its input itself."""
     head = target.lm_head
     return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
+
+
+def num_worth_verifying(rates: list[float], cost: float) -> int:
+    """Leading drafts, at least one, of which each raises the expected tokens a second.
+
+    Args:
+        rates: of each draft, the probability that it is accepted if all before it are.
+        cost: time of one more verified token, where a round without any takes 1.
+    """
+    tokens, seconds, reached = 1.0, 1.0, 1.0
+    for number, rate in enumerate(rates):
+        reached *= rate
+        if reached * seconds < cost * tokens and number:
+            return number
+        tokens, seconds = tokens + reached, seconds + cost
+    return len(rates)
 
 
 def warn_of_cap(max_drafts: int, asked: int) -> None:
@@ -438,10 +480,10 @@ class _Loop:
             while not finished:
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
-                self.num_drafts, self.draft_probs = 0, []
+                self.num_drafts, self.draft_probs, kept = 0, [], None
                 if num_drafts > 0:
                     self.noise_ids[0, 0] = self.last_id
-                    drafter.propose(
+                    kept = drafter.propose(
                         context,
                         self.ids,
                         self.noise_ids,
@@ -451,9 +493,9 @@ class _Loop:
                         draft_cache,
                         self.choose_drafts,
                     )
-                num_drafts = self.num_drafts
+                num_drafts = self.num_drafts if kept is None else kept
                 drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
-                draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
+                draft_probs = torch.cat(self.draft_probs)[:num_drafts] if self.draft_probs else None
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
                 start = self.num_tokens

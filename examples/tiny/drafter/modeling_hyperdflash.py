@@ -4,10 +4,11 @@ Context are the target's un-collapsed residuals, reduced by a gate inherited fro
 LM head are the target's and are handed in by the caller, so nothing of the target is stored here.
 
 Legend: B batch, C context positions, K block (anchor included), D hidden, m residual paths (`hc_mult`), L tapped
-layers.
+layers, V vocabulary, R rank of the Markov head.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -87,6 +88,61 @@ class HyperDFlashMeanReducer(nn.Module):
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """`(B, C, m, D)` -> `(B, C, D)`."""
         return residual.mean(2)
+
+
+class HyperDFlashMarkovHead(nn.Module):
+    """Bias of a slot's logits from the token chosen for the slot before it: `markov_w2 @ markov_w1[previous]`.
+
+    Zero at the start. With `markov_gate` the slot's hidden state weighs the R parts.
+    """
+
+    def __init__(self, config: HyperDFlashConfig):
+        super().__init__()
+        self.markov_w1 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
+        self.markov_w2 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
+        self.gate = nn.Linear(config.hidden_size, config.markov_rank) if config.markov_gate else None
+
+    def forward(
+        self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(N,)` and `(N, D)` -> bias `(N, V)` and states `(N, R)`."""
+        states = self.states(previous_ids, hidden_states)
+        return self.bias(states), states
+
+    def states(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(...)` and `(..., D)` -> `(..., R)`, of which `markov_w2` makes the bias."""
+        states = nn.functional.embedding(previous_ids, self.markov_w1)
+        return states if self.gate is None else states * torch.sigmoid(self.gate(hidden_states))
+
+    def bias(self, states: torch.Tensor) -> torch.Tensor:
+        """`(..., R)` -> `(..., V)`."""
+        return nn.functional.linear(states, self.markov_w2)
+
+
+class HyperDFlashConfidenceHead(nn.Module):
+    """Logit of the probability that a slot's draft is accepted, if those before it are.
+
+    It reads what is known before the draft is chosen: the slot's hidden state and, with a Markov head, the token
+    before it. A decision that looked at the draft itself would change what sampling draws.
+    """
+
+    def __init__(self, config: HyperDFlashConfig):
+        super().__init__()
+        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if config.draft_head == "markov" else 0), 1)
+
+    def forward(self, hidden_states: torch.Tensor, markov_states: torch.Tensor | None) -> torch.Tensor:
+        """`(..., D)` and `(..., R)` -> `(..., 1)`; nothing is learned through its inputs."""
+        inputs = [hidden_states] if markov_states is None else [hidden_states, markov_states.to(hidden_states)]
+        return self.proj(torch.cat(inputs, dim=-1).detach())
+
+
+@dataclass
+class HyperDFlashModelOutput(BaseModelOutputWithPast):
+    """What the drafter's heads add when `previous_ids` were given: `markov_states` `(B, K, R)` and `confidence_logits`
+    `(B, K, 1)`."""
+
+    markov_states: torch.Tensor | None = None
+    confidence_logits: torch.Tensor | None = None
 
 
 REDUCERS = {"hc_gate": HyperDFlashGateReducer, "fc": HyperDFlashFCReducer, "mean": HyperDFlashMeanReducer}
@@ -215,6 +271,9 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
             nn.init.ones_(module.hc_scale)
             if module.path_norm is not None:
                 nn.init.ones_(module.path_norm)
+        elif isinstance(module, HyperDFlashMarkovHead):
+            nn.init.normal_(module.markov_w1, std=self.config.initializer_range)
+            nn.init.zeros_(module.markov_w2)
 
 
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
@@ -226,6 +285,8 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         self.context_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([HyperDFlashDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.markov_head = HyperDFlashMarkovHead(config) if config.draft_head == "markov" else None
+        self.confidence_head = HyperDFlashConfidenceHead(config) if config.draft_confidence else None
         self.rotary_emb = Qwen3RotaryEmbedding(config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -242,8 +303,9 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
+        previous_ids: torch.LongTensor | None = None,
         **kwargs,
-    ) -> BaseModelOutputWithPast:
+    ) -> HyperDFlashModelOutput:
         """Draft one block (or, in training, many blocks side by side).
 
         Args:
@@ -261,9 +323,11 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 Absolute positions of context and block; by default they continue the cache's.
             cache (`Cache`, *optional*):
                 Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
+            previous_ids (`torch.LongTensor` of shape `(B, K)`, *optional*):
+                For training the heads: the true token before each slot's.
 
         Returns:
-            `BaseModelOutputWithPast` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
+            `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
             predicts the token at anchor + k.
         """
         context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))
@@ -288,7 +352,15 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 cache=cache,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), cache=cache)
+        hidden_states = self.norm(hidden_states)
+        states = confidence = None
+        if previous_ids is not None and self.markov_head is not None:
+            states = self.markov_head.states(previous_ids, hidden_states)
+        if previous_ids is not None and self.confidence_head is not None:
+            confidence = self.confidence_head(hidden_states, states)
+        return HyperDFlashModelOutput(
+            last_hidden_state=hidden_states, cache=cache, markov_states=states, confidence_logits=confidence
+        )
 
     def _mask(self, attention_mask, layer_type, num_total, num_new, embeds):
         """Additive `(B, 1, K, kv)` mask of one layer type, or None where every slot sees every key.
