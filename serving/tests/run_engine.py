@@ -1,0 +1,117 @@
+"""One engine in a process of its own: `python serving/tests/run_engine.py JOB.json RESULT.json`, in vLLM's environment.
+
+JOB has `target`, `runner` ("v1" or "v2"), `batches` (each a list of prompts, lists of ids), `max_tokens`, and
+optionally `speculative_config`, `sampling` (of `SamplingParams`), `engine` (of `LLM`), `watch` (compare what the drafter
+gets with the target's residual). RESULT has `tokens`, `metrics`, `watched` and `versions`; or `error`, the refusal.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cpu_shim
+
+SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+class Watch:
+    """Keeps the residual that hc_head collapses, and compares the drafter's input with it, bit for bit."""
+
+    def __init__(self):
+        self.calls, self.equal, self.rows = 0, 0, 0
+        from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
+
+        from hyperdflash_vllm.draft import DFlashHyperDraftModel
+
+        collapse, combine = DeepseekV4Model.forward, DFlashHyperDraftModel.combine_hidden_states
+        watch = self
+
+        def forward(model, *args, **kwargs):
+            stock = model.hc_head_op.forward
+
+            def keep(hidden_states, *rest):
+                watch.residual = hidden_states.flatten(1).clone()
+                return stock(hidden_states, *rest)
+
+            model.hc_head_op.forward = keep
+            try:
+                return collapse(model, *args, **kwargs)
+            finally:
+                model.hc_head_op.forward = stock
+
+        def combine_hidden_states(model, hidden_states):
+            rows = hidden_states.shape[0]
+            watch.calls += 1
+            watch.rows += rows
+            watch.equal += bool((hidden_states == watch.residual[:rows]).all())
+            return combine(model, hidden_states)
+
+        DeepseekV4Model.forward, DFlashHyperDraftModel.combine_hidden_states = forward, combine_hidden_states
+
+    def result(self) -> dict:
+        return {"calls": self.calls, "equal": self.equal, "rows": self.rows}
+
+
+def read_metrics(llm) -> dict:
+    """vLLM's own counters of drafting; a vector stays a list."""
+    found = {}
+    for metric in llm.get_metrics():
+        if "spec_decode" in metric.name:
+            found[metric.name] = getattr(metric, "values", getattr(metric, "value", None))
+    return found
+
+
+def generate(job: dict) -> dict:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=job["target"],
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        max_num_seqs=4,
+        seed=0,
+        disable_log_stats=False,
+        **({"speculative_config": job["speculative_config"]} if job.get("speculative_config") else {}),
+        **job.get("engine", {}),
+    )
+    # The profiling run has no requests of its own; what is watched are the batches
+    watch = Watch() if job.get("watch") else None
+    tokens = []
+    sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": job["max_tokens"]}
+    for batch in job["batches"]:
+        prompts = [{"prompt_token_ids": ids} for ids in batch]
+        outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
+        tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+    return {"tokens": tokens, "metrics": read_metrics(llm), "watched": watch and watch.result()}
+
+
+def main(job_file: str, result_file: str) -> None:
+    job = json.loads(Path(job_file).read_text())
+    os.environ.update(SETTINGS)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if job["runner"] == "v2" else "0"
+    if job["runner"] == "v2":
+        cpu_shim.triton_interpreter()
+    cpu_shim.apply(interpreter=job["runner"] == "v2")
+    try:
+        result = generate(job)
+    except (ValueError, RuntimeError) as error:
+        traceback.print_exc()
+        result = {"error": f"{type(error).__name__}: {error}"}
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
