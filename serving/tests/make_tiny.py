@@ -22,6 +22,7 @@ from transformers.utils import logging
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
+from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash.training.export import export_drafter
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
@@ -162,6 +163,22 @@ def export(drafter, folder: Path) -> None:
     write_states(rounded, folder / "states.safetensors")
 
 
+def export_stock(target, folder: Path) -> None:
+    """A vanilla DFlash draft of two tapped layers, as others publish them: no class of ours serves it."""
+    drafter = random_drafter(target, context_source="hidden_layers", target_layer_ids=[0, 1], reducer="fc")
+    source = random_drafter(target, reducer="fc").config
+    config = vllm_config(source)
+    del config[NESTED]
+    config["architectures"] = ["DFlashDraftModel"]
+    config["dflash_config"]["target_layer_ids"] = [0, 1]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {"context_norm.weight": "hidden_norm.weight", "reducer.fc.weight": "fc.weight"}
+    tensors = {names.get(name, name): tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -176,6 +193,7 @@ def main() -> None:
                 export(random_drafter(target, reducer=reducer), BUILD / name / reducer)
             export(random_drafter(target, layer_types=full), BUILD / name / "full")
             export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
+            export_stock(target, BUILD / name / "stock")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))
     print(f"{BUILD}: targets {', '.join(LAYERS)}, and their drafters")

@@ -1,8 +1,9 @@
-"""One engine in a process of its own: `python serving/tests/run_engine.py JOB.json RESULT.json`, in vLLM's environment.
+"""One engine in a process of its own: `python serving/tests/run_engine.py JOB.json RESULT.json` in vLLM's environment.
 
 JOB has `target`, `runner` ("v1" or "v2"), `batches` (each a list of prompts, lists of ids), `max_tokens`, and
-optionally `speculative_config`, `sampling` (of `SamplingParams`), `engine` (of `LLM`), `watch` (compare what the drafter
-gets with the target's residual). RESULT has `tokens`, `metrics`, `watched` and `versions`; or `error`, the refusal.
+optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter gets with the
+target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins` (VLLM_PLUGINS).
+RESULT has `tokens`, `metrics` and `watched`, or `error`, the refusal.
 """
 
 import json
@@ -63,6 +64,22 @@ class Watch:
         return {"calls": self.calls, "equal": self.equal, "rows": self.rows}
 
 
+def skip_copy() -> None:
+    """The target without the copy into its buffer, which stays allocated."""
+    from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
+
+    stock = DeepseekV4Model.forward
+
+    def forward(model, *args, **kwargs):
+        buffer, model._mtp_hidden_buffer = model._mtp_hidden_buffer, None
+        try:
+            return stock(model, *args, **kwargs)
+        finally:
+            model._mtp_hidden_buffer = buffer
+
+    DeepseekV4Model.forward = forward
+
+
 def read_metrics(llm) -> dict:
     """vLLM's own counters of drafting; a vector stays a list."""
     found = {}
@@ -75,6 +92,8 @@ def read_metrics(llm) -> dict:
 def generate(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
+    if job.get("skip_copy"):
+        skip_copy()
     llm = LLM(
         model=job["target"],
         skip_tokenizer_init=True,
@@ -85,7 +104,6 @@ def generate(job: dict) -> dict:
         seed=0,
         disable_log_stats=False,
         **({"speculative_config": job["speculative_config"]} if job.get("speculative_config") else {}),
-        **job.get("engine", {}),
     )
     # The profiling run has no requests of its own; what is watched are the batches
     watch = Watch() if job.get("watch") else None
@@ -102,6 +120,8 @@ def main(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     os.environ.update(SETTINGS)
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if job["runner"] == "v2" else "0"
+    if "plugins" in job:
+        os.environ["VLLM_PLUGINS"] = job["plugins"]
     if job["runner"] == "v2":
         cpu_shim.triton_interpreter()
     cpu_shim.apply(interpreter=job["runner"] == "v2")

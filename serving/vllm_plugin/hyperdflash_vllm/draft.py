@@ -4,14 +4,29 @@ from contextlib import contextmanager
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
 from .checks import NESTED, check_setup, check_tensors, check_width, check_windows
 from .reducer import REDUCERS
 
 
+class HyperDFlashLayers(DFlashQwen3Model):
+    """vLLM's layers; on a CPU the context's keys are normed layer by layer."""
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """`(layers, T, key/value heads, head_dim)`, each layer with its own weight.
+
+        vLLM's CPU kernel takes one weight only: given a row for each layer, it norms every layer with the first.
+        """
+        if all_k.device.type != "cpu":
+            return super()._normalize_context_k(all_k)
+        return torch.stack([layer.self_attn.k_norm(k) for layer, k in zip(self.layers, all_k, strict=True)])
+
+
 class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
     """Raises what `checks` raises for a set-up or a file that does not fit."""
+
+    model_cls = HyperDFlashLayers
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         check_setup(vllm_config)
