@@ -34,6 +34,7 @@ test-fast: $(STAMP)  ## without the tests marked slow
 
 test-vllm: $(STAMP) $(VLLM_STAMP)  ## the drafter in vLLM's engine on the CPU, set-up of vLLM (3.4 GB) included
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
 	$(IN_VLLM) -m pytest serving/tests
 
 lint: $(STAMP)

@@ -3,7 +3,8 @@
 JOB has `target`, `runner` ("v1" or "v2"), `batches` (each a list of prompts, lists of ids), `max_tokens`, and
 optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter gets with the
 target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins` (VLLM_PLUGINS).
-RESULT has `tokens`, `metrics` and `watched`, or `error`, the refusal.
+RESULT has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` (accepted drafts of each, by prompt)
+and `watched`, or `error`, the refusal.
 """
 
 import json
@@ -80,12 +81,36 @@ def skip_copy() -> None:
     DeepseekV4Model.forward = forward
 
 
+def keep_rounds() -> dict[str, list[int]]:
+    """The accepted drafts of every round from now on, by request."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    rounds, stock = {}, Scheduler.make_spec_decoding_stats
+
+    def make_spec_decoding_stats(scheduler, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
+        if num_draft_tokens:
+            rounds.setdefault(kwargs["request_id"], []).append(num_accepted_tokens)
+        return stock(scheduler, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
+
+    Scheduler.make_spec_decoding_stats = make_spec_decoding_stats
+    return rounds
+
+
 def read_metrics(llm) -> dict:
     """vLLM's own counters of drafting; a vector stays a list."""
     found = {}
     for metric in llm.get_metrics():
         if "spec_decode" in metric.name:
             found[metric.name] = getattr(metric, "values", getattr(metric, "value", None))
+    return found
+
+
+def top_two_gaps(logprobs) -> list[float]:
+    """By how much the likeliest token leads, at every position."""
+    found = []
+    for position in logprobs:
+        best, second = sorted((entry.logprob for entry in position.values()), reverse=True)[:2]
+        found.append(best - second)
     return found
 
 
@@ -100,20 +125,28 @@ def generate(job: dict) -> dict:
         enforce_eager=True,
         max_model_len=512,
         max_num_batched_tokens=512,
-        max_num_seqs=4,
+        max_num_seqs=max(map(len, job["batches"])),
         seed=0,
         disable_log_stats=False,
         **({"speculative_config": job["speculative_config"]} if job.get("speculative_config") else {}),
     )
     # The profiling run has no requests of its own; what is watched are the batches
     watch = Watch() if job.get("watch") else None
-    tokens = []
+    tokens, gaps, rounds = [], [], keep_rounds()
     sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": job["max_tokens"]}
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
-    return {"tokens": tokens, "metrics": read_metrics(llm), "watched": watch and watch.result()}
+        gaps += [top_two_gaps(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
+    in_order = [rounds[name] for name in sorted(rounds, key=lambda name: int(name.split("-")[0]))]
+    return {
+        "tokens": tokens,
+        "gaps": gaps,
+        "metrics": read_metrics(llm),
+        "rounds": in_order,
+        "watched": watch and watch.result(),
+    }
 
 
 def main(job_file: str, result_file: str) -> None:
