@@ -27,10 +27,10 @@ from hyperdflash.training.target import OnlineFeatures
 from hyperdflash.training.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments
 
 TRAINED = BUILD / "trained"
-STEPS, BATCH, LENGTH, LEARNING_RATE = 500, 8, 256, 2e-3
-PROMPT_LENGTH, NUM_TEXTS, NEW_TOKENS = 48, 512, 208
+STEPS, BATCH, LENGTH, LEARNING_RATE = 250, 8, 256, 2e-3
+PROMPT_LENGTH, NUM_TEXTS, NEW_TOKENS = 48, 320, 208
 DRAFTER = {"block_size": 7, "sliding_window": 64, "initializer_range": 0.02}
-DRAFTER_STEPS = 500
+DRAFTER_STEPS = 240
 
 
 def corpus() -> torch.LongTensor:
@@ -48,7 +48,7 @@ def pieces(text: torch.Tensor, number: int, length: int, seed: int) -> torch.Lon
 
 
 def train_target(text: torch.Tensor) -> DeepseekV4ForCausalLM:
-    """Next-byte prediction; goes on from the last hundredth step that was saved."""
+    """Next-byte prediction; goes on from the last fiftieth step that was saved."""
     torch.manual_seed(0)
     model = DeepseekV4ForCausalLM(target_config(LAYERS["sliding"], initializer_range=0.04))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.05)
@@ -71,7 +71,7 @@ def train_target(text: torch.Tensor) -> DeepseekV4ForCausalLM:
         optimizer.zero_grad()
         schedule.step()
         bar.set_postfix(loss=f"{loss.item():.3f}")
-        if (step + 1) % 100 == 0 or step + 1 == STEPS:
+        if (step + 1) % 50 == 0 or step + 1 == STEPS:
             parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
             state = {"step": step + 1, **{name: part.state_dict() for name, part in parts.items()}}
             torch.save(state, state_file.with_suffix(".partial"))
@@ -111,7 +111,7 @@ def train_drafter(target, texts: torch.Tensor) -> HyperDFlashModel:
         learning_rate=2e-3,
         per_device_train_batch_size=8,
         warmup_steps=20,
-        save_steps=100,
+        save_steps=60,
         save_total_limit=1,
         logging_steps=50,
         bf16=True,
