@@ -72,6 +72,20 @@ def tile_scheduler() -> None:
     replace(module, "DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler", build_tile_scheduler)
 
 
+def sampling_parameters() -> None:
+    """Temperature, top-k and top-p of each draft's position.
+
+    vLLM's replacement of the kernel on a CPU writes them into a converted copy of its output and drops that: drafts of
+    any method would be sampled with whatever the memory held.
+    """
+
+    def expand_batch_to_tokens(x, cu_num_tokens, num_tokens, replace_from=0, replace_to=0):
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        return torch.where(x == replace_from, replace_to, x).to(x.dtype).repeat_interleave(counts.long())
+
+    replace("vllm.v1.sample.rejection_sampler", "expand_batch_to_tokens", expand_batch_to_tokens)
+
+
 def block_outermost_layout() -> None:
     """The CPU's attention also takes the layout that V4's indexer asks for; its kernels honour strides."""
     from vllm.v1.attention.backends.cpu_attn import KVCacheLayout
@@ -108,4 +122,5 @@ def apply(*, interpreter: bool) -> None:
     """Everything that an engine needs, before it is built."""
     check_version()
     tile_scheduler()
+    sampling_parameters()
     block_outermost_layout() if interpreter else torch_kernels()

@@ -15,17 +15,43 @@ TIE = 0.25  # nats
 
 
 @pytest.fixture(scope="module")
-def drafted(build, engine) -> dict:
-    """Greedy sequences of vLLM with the trained drafter, and the accepted drafts of their rounds."""
+def batches(build) -> list:
+    """Held-out prompts of one length."""
     file = build / "trained" / "prompts.json"
     if not file.is_file():
         pytest.fail("the trained pair is not made: run serving/tests/train_tiny.py make in the main environment")
     prompts = json.loads(file.read_text())
-    batches = [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
-    result = engine("trained", "drafter/served", batches=batches, drafts=DRAFTS, max_tokens=NEW_TOKENS)
-    written = [tokens for batch in result["tokens"] for tokens in batch]
-    ids = [prompt + tokens for prompt, tokens in zip(prompts, written, strict=True)]
-    return {"ids": ids, "num_prompt": len(prompts[0]), "rounds": result["rounds"], "batches": batches}
+    return [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
+
+
+def sequences(batches, result) -> list[list[int]]:
+    """Prompt and continuation of each."""
+    return [
+        prompt + tokens
+        for batch, written in zip(batches, result["tokens"], strict=True)
+        for prompt, tokens in zip(batch, written, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def drafted(batches, engine) -> dict:
+    """Sampled sequences of vLLM with the trained drafter, and the accepted drafts of their rounds.
+
+    Greedy texts of so small a target are loops, where any drafter is right. Sampling with greedy drafts accepts one
+    exactly where the token that comes out is the draft, so that the rounds can be replayed all the same.
+    """
+    sampling = {"temperature": 0.8, "seed": 11}
+    spec = {"draft_sample_method": "greedy"}
+    result = engine(
+        "trained",
+        "drafter/served",
+        batches=batches,
+        drafts=DRAFTS,
+        max_tokens=NEW_TOKENS,
+        sampling=sampling,
+        speculative_config=spec,
+    )
+    return {"ids": sequences(batches, result), "num_prompt": len(batches[0][0]), "rounds": result["rounds"]}
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +86,16 @@ def test_the_interval_contains_a_known_difference():
     assert acceptance_length(a) == 4.0
 
 
-def test_drafted_greedy_tokens_are_the_plain_ones_up_to_the_targets_ties(drafted, engine):
+def test_drafted_greedy_tokens_are_the_plain_ones_up_to_the_targets_ties(batches, engine):
     """A difference begins where plain decoding's own two best tokens are as close as bf16 and an fp8 cache tell."""
-    plain = engine("trained", batches=drafted["batches"], max_tokens=NEW_TOKENS, sampling={"logprobs": 2})
-    written = [tokens for batch in plain["tokens"] for tokens in batch]
+    some = [batches[0][:4]]
+    drafted = engine("trained", "drafter/served", batches=some, drafts=DRAFTS, max_tokens=160)
+    plain = engine("trained", batches=some, max_tokens=160, sampling={"logprobs": 2})
     gaps = []
-    for tokens, its_gaps, ids in zip(written, plain["gaps"], drafted["ids"], strict=True):
-        pairs = zip(tokens, ids[drafted["num_prompt"] :], strict=True)
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    for ours, theirs, its_gaps in zip(drafted["tokens"][0], plain["tokens"][0], plain["gaps"], strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         gaps += [] if first is None else [its_gaps[first]]
-    print(f"{len(gaps)} of {len(written)} sequences differ, gaps in nats: {[round(gap, 3) for gap in gaps]}")
+    print(f"{len(gaps)} of 4 sequences differ, gaps in nats: {[round(gap, 3) for gap in gaps]}")
     assert all(gap < TIE for gap in gaps)
 
 
@@ -86,5 +112,5 @@ def test_acceptance_in_vllm_is_that_of_transformers(drafted, replayed, build):
     (build / "acceptance.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(figures)
     assert min(figures["rounds"].values()) >= NUM_ROUNDS
-    assert figures["acceptance_length"]["vllm"] > 1.5  # a drafter that accepts nothing would agree with anything
+    assert figures["acceptance_length"]["vllm"] > 1.3  # a drafter that accepts nothing would agree with anything
     assert -0.1 < low <= high < 0.1

@@ -51,6 +51,13 @@ def test_sampling_runs_and_counts_its_drafts(engine):
     assert sum(accepted(result)) == metrics["vllm:spec_decode_num_accepted_tokens"]
 
 
+def test_at_a_low_temperature_the_likeliest_tokens_are_drawn(engine):
+    """The target's tokens lead by several nats: at 0.3 nothing else has a chance, drafted or not."""
+    result = engine(drafter="silent/served", num_batches=1, sampling={"temperature": 0.3, "seed": 7})
+    assert result["tokens"] == engine(num_batches=1)["tokens"]
+    assert accepted(result)[0] > 5
+
+
 def test_a_stock_dflash_draft_of_v4_runs_as_without_the_plugin(engine):
     assert engine(drafter="stock", num_batches=1)["tokens"] == engine(num_batches=1)["tokens"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from make_tiny import BUILD, LAYERS, MASK_TOKEN_ID, drafter_config, export, target_config
 from official import save_official
 from tqdm import tqdm
@@ -102,7 +103,9 @@ def train_drafter(target, texts: torch.Tensor) -> HyperDFlashModel:
         for name in ("hc_fn", "hc_base", "hc_scale"):
             getattr(drafter.reducer, name).copy_(getattr(target.model.hc_head, name))
     mask = [0] * PROMPT_LENGTH + [1] * NEW_TOKENS
-    rows = [{"input_ids": ids, "loss_mask": mask} for ids in texts.tolist()]
+    rows = Dataset.from_list(
+        [{"input_ids": ids, "loss_mask": mask, "length": len(ids), "source": "tiny"} for ids in texts.tolist()]
+    )
     out = TRAINED / "drafter-run"
     args = HyperDFlashTrainingArguments(
         output_dir=str(out),
