@@ -21,7 +21,7 @@ seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-drafter tiny-baselines clean
+.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -50,10 +50,18 @@ closure:  ## copy the code that the Hub loads into the example drafters
 	done
 
 tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
-	$(BIN)/pip install -q -c constraints.txt -r $(TINY)/requirements.txt
-	$(BIN)/python $(TINY)/corpus.py $(CORPUS_OPTIONS)
+	$(MAKE) tiny-corpus
 	$(BIN)/python $(TINY)/tokenizer.py
 	$(TRAIN) $(TINY)/train_target.py
+	$(MAKE) tiny-texts
+	$(MAKE) tiny-drafter
+
+tiny-corpus: $(STAMP)  ## documents of three domains
+	$(BIN)/pip install -q -c constraints.txt -r $(TINY)/requirements.txt
+	$(BIN)/python $(TINY)/corpus.py $(CORPUS_OPTIONS)
+
+tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the held-out prompts: an hour, resumable
+	test -e $(TINY)/build/train-chat.jsonl || $(MAKE) tiny-corpus
 	$(BIN)/python $(TINY)/prompts.py
 	for part in code:192 math:128 chat:64; do \
 	  domain=$${part%:*}; write="data regenerate --target $(TINY)/target --dtype float32 --threads 1 --batch-size 96 \
@@ -65,7 +73,6 @@ tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	    --output $$texts/sampled-$$domain.jsonl || exit 1; \
 	  cat $$texts/greedy-$$domain.jsonl $$texts/sampled-$$domain.jsonl > $$texts/train-$$domain.jsonl; \
 	done
-	$(MAKE) tiny-drafter
 
 tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an hour, resumable
 	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash features training/recipes/tiny_stage1.yaml
@@ -76,6 +83,7 @@ tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an
 	$(MAKE) closure
 
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
+	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
 	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \

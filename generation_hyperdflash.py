@@ -533,7 +533,7 @@ class _Loop:
             if finished and self.sees_prefix:  # a processor must not see what lies behind the stop
                 break
         num_new = self.num_tokens - start
-        num_accepted = _num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
+        num_accepted = num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
         if draft_ids:
             self.stats.num_drafts.append(len(draft_ids))
             self.stats.num_accepted.append(num_accepted)
@@ -545,13 +545,13 @@ class _Loop:
         """Accepted drafts and the target's own next token, from the processed scores `(n + 1, V)` of all rows."""
         if not self.do_sample:
             chosen = scores.argmax(-1).tolist()
-            return chosen[: _num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)]) + 1]
+            return chosen[: num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)]) + 1]
         probs = scores.softmax(-1)
         num_drafts = len(draft_ids)
         num_accepted = 0
         if num_drafts:
             ratio = probs[range(num_drafts), draft_ids] / draft_probs[range(num_drafts), draft_ids]
-            num_accepted = _num_leading((torch.rand_like(ratio) < ratio).tolist())
+            num_accepted = num_leading((torch.rand_like(ratio) < ratio).tolist())
         rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
         return [*draft_ids[:num_accepted], _sample_own(probs[num_accepted], rejected)]
 
@@ -615,7 +615,8 @@ class _Loop:
         )
 
 
-def _num_leading(flags: list[bool]) -> int:
+def num_leading(flags: list[bool]) -> int:
+    """How many are true before the first that is not."""
     return flags.index(False) if False in flags else len(flags)
 
 

@@ -3,12 +3,13 @@
     hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter prompt-lookup:6 \\
         --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
 
-Every method answers a prompt before the next prompt comes, in an order that rotates, so that a machine that becomes
-slower does so for all. One warm-up call each comes first. Plain decoding (`target-only`) is always measured; later
-turns follow its answers for all methods, and at temperature 0 every other answer is compared with its own.
+Every method answers a prompt before the next prompt comes, in an order that is shuffled for each, so that a machine
+that becomes slower does so for all. Before the first prompt of a temperature comes one warm-up call each. Plain
+decoding (`target-only`) is always measured; later turns follow its answers for all methods, and at temperature 0 every
+other answer is compared with its own.
 
-Each call is a line of `records.jsonl` when it ends, and the same command goes on behind the last line. Out come
-`results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
+line. Out come `results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
 """
 
 import argparse
@@ -17,9 +18,9 @@ import hashlib
 import json
 import math
 import platform
+import random
 import shlex
 import sys
-from collections import Counter
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -34,22 +35,35 @@ from ..pairing_hyperdflash import target_fingerprint
 from ..training.answers import to_message
 from ..training.files import write_atomically
 from ..training.rows import progress_is_hidden
-from .cli import UsageError
-from .clock import timed_call
+from .cli import UsageError, check_positive
+from .clock import accelerators, timed_call
 from .generate import DTYPES, load_target
 from .init import GATE_TENSORS, TargetCheckpoint, read_identity
-from .methods import PROMPT_LOOKUP, TARGET_ONLY, Arm, Method, check_methods, identify, load_arms, parse_methods, place
+from .methods import (
+    PROMPT_LOOKUP,
+    TARGET_ONLY,
+    Arm,
+    Method,
+    check_methods,
+    content_hash,
+    identify,
+    load_arms,
+    parse_methods,
+    place,
+)
 from .metrics import TIE_GAPS, first_difference
 from .plot import check_pictures, draw_pictures
 from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
 from .records import KEY, Records
-from .report import COMMAND_FILE, DEFINITIONS, lossless_line, make_rows, make_tables, write_report
+from .report import COMMAND_FILE, definitions, make_rows, make_tables, run_notes, token_notes, write_report
 from .rounds import RoundRecorder, Trace
 from .trace import write_trace
 
 WARM_UP_TOKENS = 16
 TRACE_FILE = "trace.html"
 MOST_SHOWN = 20  # differences, in the terminal
+SOURCES = Path(__file__).resolve().parents[1]
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class Benchmark:
         left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
         differences (`list[dict]`): greedy answers that are not target-only's.
         num_compared (`int`): greedy answers that were compared.
+        now (`dict`): what is being decoded or compared, by names of `records.KEY`.
     """
 
     target: torch.nn.Module
@@ -102,7 +117,8 @@ class Benchmark:
     left_out: list[dict] = field(default_factory=list)
     differences: list[dict] = field(default_factory=list)
     num_compared: int = 0
-    is_warm: bool = False
+    now: dict = field(default_factory=dict)
+    warm: set[float] = field(default_factory=set)
     bar: tqdm | None = None
 
     def run(self) -> None:
@@ -114,48 +130,52 @@ class Benchmark:
         ) as self.bar:
             for prompts, mode, temperature, seed in self.plan.cells():
                 self.bar.set_postfix_str(f"{prompts.name}, {mode}, temperature {temperature:g}", refresh=False)
-                for number, prompt in enumerate(prompts.prompts):
+                for prompt in prompts.prompts:
                     cell = {"dataset": prompts.name, "mode": mode, "temperature": temperature, "seed": seed}
-                    self.converse(cell, prompt, number)
+                    self.converse(cell, prompt)
 
-    def converse(self, cell: dict, prompt: Prompt, number: int) -> None:
-        """Have every turn of a prompt answered by all arms; `number` says which of them begins."""
-        messages = list(prompt.history)
-        order = self.arms[number % len(self.arms) :] + self.arms[: number % len(self.arms)]
+    def converse(self, cell: dict, prompt: Prompt) -> None:
+        """Have every turn of a prompt answered by all arms, in an order of its own."""
+        messages, order = list(prompt.history), list(self.arms)
+        random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
         for turn, text in enumerate(prompt.turns):
             messages.append({"role": "user", "content": text})
             mode = cell["mode"]
-            ids, _ = encode_with_mask(
-                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
-            )
-            question = {**cell, "prompt": prompt.index, "turn": turn}
-            if len(ids) + self.plan.max_new_tokens > self.target.config.max_position_embeddings:
+            ids = self.encode(messages, mode)
+            self.now = question = {**cell, "prompt": prompt.index, "turn": turn}
+            if len(ids) > self.max_prompt_tokens:
                 self.left_out.append({**question, "num_prompt_tokens": len(ids)})
                 self.bar.total -= (len(prompt.turns) - turn) * len(self.arms)
                 return
             answers = {arm.key: self.answer(arm, ids, question) for arm in order}
+            self.now = question
             if cell["temperature"] == 0:
                 self.compare(ids, answers, question)
             messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
 
+    def encode(self, messages: list[dict], mode: str) -> list[int]:
+        """The ids of a prompt, up to where the answer begins."""
+        options = {"mode": mode, **self.plan.encoding, "add_generation_prompt": True}
+        return encode_with_mask(messages, self.tokenizer, **options)[0]
+
     def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
         """The ids of an answer: recorded before, or decoded and recorded now."""
-        names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
+        self.now = names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
         key = tuple(names[name] for name in KEY)
         if key not in self.records.done:
-            self.warm_up(ids)
+            self.warm_up(ids, question["temperature"])
             seed = call_seed(question["seed"], question["dataset"], question["prompt"], question["turn"])
             figures = self.decode(arm, ids, self.plan.max_new_tokens, question["temperature"], seed)
             self.records.append({**names, **figures})
             self.bar.update()
         return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
 
-    def warm_up(self, ids: list[int]) -> None:
-        """One short call an arm, not recorded, before the first that is."""
-        if not self.is_warm:
-            self.is_warm = True
+    def warm_up(self, ids: list[int], temperature: float) -> None:
+        """One short call an arm, not recorded, before the first of a temperature that is."""
+        if temperature not in self.warm:
+            self.warm.add(temperature)
             for arm in self.arms:
-                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), self.plan.temperatures[0], 0)
+                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
 
     def decode(self, arm: Arm, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
@@ -169,10 +189,8 @@ class Benchmark:
         ):
             prompt = prompts.prompts[0]
             messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
-            ids, _ = encode_with_mask(
-                messages, self.tokenizer, mode=mode, **self.plan.encoding, add_generation_prompt=True
-            )
-            if len(ids) + self.plan.max_new_tokens > self.target.config.max_position_embeddings:
+            ids = self.encode(messages, mode)
+            if len(ids) > self.max_prompt_tokens:
                 continue
             for arm in drafters:
                 with RoundRecorder(self.target, arm.assistant, self.tokenizer) as recorder:
@@ -195,10 +213,14 @@ class Benchmark:
                         "checkpoint": arm.checkpoint,
                         **question,
                         "position": position - len(ids),
-                        "top2_gap": None if math.isnan(gap) else gap,
+                        "gap": gap if math.isfinite(gap) else None,
                         "explained": gap <= self.tie_gap,
                     }
                 )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.target.config.max_position_embeddings - self.plan.max_new_tokens
 
     @property
     def tie_gap(self) -> float:
@@ -212,8 +234,11 @@ class Benchmark:
     def results(self, *, complete: bool) -> dict:
         """What `results.json` holds, less the environment."""
         num_ties = sum(difference["explained"] for difference in self.differences)
+        arms = [arm.key for arm in self.arms]  # in their order, not the shuffled one of the calls
+        records = sorted(self.records.done.values(), key=lambda r: arms.index((r["method"], r["checkpoint"])))
+        rows = make_rows(records, self.differences, len(arms))
         return {
-            "definitions": DEFINITIONS,
+            "definitions": definitions(rows),
             "complete": complete,
             "resumed": self.records.num_resumed,
             "lossless": {
@@ -223,7 +248,8 @@ class Benchmark:
                 "tie_gap": self.tie_gap,
             },
             "left_out": self.left_out,
-            "rows": make_rows(list(self.records.done.values()), self.differences, len(self.arms)),
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "rows": rows,
         }
 
     def empty_sets(self) -> list[str]:
@@ -236,6 +262,10 @@ class Benchmark:
             if len(out) == len(prompts.prompts):
                 empty[f"{prompts.name} ({mode})"] = None
         return list(empty)
+
+
+def _named(question: dict) -> str:
+    return ", ".join(f"{name} {question[name]}" for name in KEY if question.get(name) is not None)
 
 
 def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
@@ -301,6 +331,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 when an answer differs without a tie, a set could not be had, or none of its prompts
     was short enough; else 0."""
     methods = _check(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     sets, missing = _prompt_sets(args)
     checkpoint = TargetCheckpoint(args.target, args.target_revision)
     check_methods(methods, checkpoint)
@@ -308,8 +340,6 @@ def run(args: argparse.Namespace) -> int:
     records.check()
     if not sets:
         raise OSError("no set is left to measure")
-    if args.threads:
-        torch.set_num_threads(args.threads)
     target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
     arms = load_arms(methods, target, checkpoint, args.dtype)
     encoding = {"effort": args.effort, "generation": args.generation}
@@ -317,10 +347,12 @@ def run(args: argparse.Namespace) -> int:
     with records:
         write_atomically(args.output / COMMAND_FILE, (_command(args) + "\n").encode())
         benchmark = Benchmark(target, tokenizer, arms, plan, records)
-        facts = {"environment": _environment(args, target), "missing_sets": missing}
+        facts = {"environment": _environment(args, target, records.settings), "missing_sets": missing}
         try:
             benchmark.run()
-        except KeyboardInterrupt:
+        except BaseException:  # Ctrl-C, out of memory: whatever it is goes on up
+            where = _named(benchmark.now) or "the start"
+            print(f"hyperdflash benchmark: stopped at {where}; the same command goes on from there", file=sys.stderr)
             write_report(args.output, {**facts, **benchmark.results(complete=False)})
             raise
         results = {**facts, **benchmark.results(complete=True)}
@@ -335,10 +367,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
     """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
     methods = parse_methods(args.methods)
     check_names(args.datasets, args.prompts)
-    for name, least in (("num_prompts", 1), ("max_new_tokens", 1), ("threads", 1)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
     for name in ("modes", "temperatures", "seeds"):
         values = getattr(args, name)
         if len(set(values)) < len(values):
@@ -376,7 +405,10 @@ def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
 def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: TargetCheckpoint) -> dict:
     """Everything that a record depends on."""
     tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    sources = [path for folder in (SOURCES, SOURCES / "generation") for path in folder.glob("*.py")]
     names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
+    dtype = str(checkpoint.config.dtype).removeprefix("torch.") if args.dtype == "auto" else args.dtype
     digests = dict.fromkeys(dataset.partition("@")[0] for dataset in args.datasets)
     return {
         "target": checkpoint.name,
@@ -384,8 +416,12 @@ def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: Ta
         "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
         "methods": {method.label: identify(method, checkpoint) for method in methods},
         "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
-        **{name: getattr(args, name) for name in (*names, "dtype", "device_map", "threads")},
+        **{name: getattr(args, name) for name in (*names, "device_map")},
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "machine": [_device_name(device) for device in devices],
         "versions": _versions(),
+        "sources": content_hash(sources)[:16],
     }
 
 
@@ -394,12 +430,21 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
-def _environment(args: argparse.Namespace, target) -> dict:
-    device = target.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+def _device_name(device: torch.device) -> str:
+    """The model of a GPU, else of the processor where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _environment(args: argparse.Namespace, target, settings: dict) -> dict:
+    devices = sorted(accelerators(target) or [target.device], key=str)
     return {
+        **{name: settings[name] for name in ("target", "target_revision", "target_fingerprint", "sources")},
         "versions": _versions(),
-        "device": f"{device.type} ({name})",
+        "device": ", ".join(f"{device.type} ({_device_name(device)})" for device in devices),
         "dtype": str(target.lm_head.weight.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "command": _command(args),
@@ -420,24 +465,15 @@ def _command(args: argparse.Namespace) -> str:
 def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:
     """Print the tables and what went wrong; the exit status."""
     _print_tables(results)
-    if results["resumed"]:
-        print(f"{results['resumed']} calls were measured by an earlier run")
-    print(lossless_line(results))
+    for note in (*token_notes(results["rows"]), *run_notes(results)):
+        print(note)
     for difference in benchmark.differences[:MOST_SHOWN]:
-        where = ", ".join(str(difference[name]) for name in KEY if difference[name] is not None)
         kind = "a tie" if difference["explained"] else "NOT a tie"
-        gap = difference["top2_gap"]
-        print(f"  {where}: token {difference['position']}, the target's top-2 gap there is {gap}: {kind}")
-    if benchmark.left_out:
-        counts = Counter(name for name, _ in {(x["dataset"], x["prompt"]) for x in benchmark.left_out})
-        limit = benchmark.target.config.max_position_embeddings - args.max_new_tokens
-        text = ", ".join(f"{count} of {name}" for name, count in sorted(counts.items()))
-        print(f"left out, in whole or from a later turn on, as longer than {limit} tokens: {text}")
+        where, gap = _named(difference), difference["gap"]
+        print(f"  {where}: token {difference['position']}, the gap of the two tokens is {gap}: {kind}")
     empty = benchmark.empty_sets()
     for name in empty:
         print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)
-    for name in results["missing_sets"]:
-        print(f"hyperdflash benchmark: the set {name} could not be had and was not measured", file=sys.stderr)
     print(f"results: {args.output}")
     return int(bool(results["lossless"]["num_unexplained"] or empty or results["missing_sets"]))
 

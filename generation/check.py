@@ -5,14 +5,14 @@
 
 Goes through the known causes, one line each, in the order in which they hide each other: the first FAIL is the cause.
 Most are found by experiment on texts that the target writes itself (`experiments.py`). Exit status 0 when nothing
-worse than a warning was found, 1 when a cause was.
+worse than a warning was found, 3 when a cause was, 1 and 2 (wrong usage) when it could not be looked for.
 """
 
 import argparse
 import json
-import re
+import math
 from collections.abc import Iterator
-from pathlib import Path
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -23,17 +23,19 @@ from rich.markup import escape
 from torch import nn
 from transformers import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
-from transformers.utils import cached_file
 
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..encoding_deepseek_v4 import MODES, encode_with_mask
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
-from ..training.rows import read_rows, to_messages
+from ..training.rows import read_rows
+from .cli import check_positive
 from .demo import PROMPTS
-from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
-from .generate import DTYPES, check_drafter_type, load_drafter, load_target
+from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, MIN_Z, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
+from .generate import DTYPES, check_drafter_type, check_folder, load_drafter, load_target
 from .metrics import TIE_GAPS, first_difference
+from .promises import read_promises
+from .prompt_sets import history_and_turns
 
 BUILT_IN_PROMPTS = (
     *PROMPTS.values(),
@@ -42,6 +44,7 @@ BUILT_IN_PROMPTS = (
     "I want to book a table for two at an Italian restaurant in the centre.",
 )
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
+CAUSE_FOUND = 3  # exit status; 1 and 2 are those of a command that could not run
 STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
 POOR = 0.5  # accepted drafts a round below which a drafter is of no use
 ALIKE = 0.95  # of the best way's gain in cross-entropy: ways that cannot be told apart
@@ -119,7 +122,7 @@ def is_untrained(layer: nn.Module, config) -> bool:
 
 
 def check_mask(pair: Pair) -> Finding:
-    """The mask token can be one, and is the one trained with."""
+    """The mask token can be one. (Whether it is the one trained with is found by experiment.)"""
     token, rows = pair.config.mask_token_id, pair.head.embedding
     fix = "set mask_token_id to the token it was trained with"
     try:
@@ -129,12 +132,11 @@ def check_mask(pair: Pair) -> Finding:
     if not rows[token].any():
         text = f"the target's embedding row of mask_token_id {token} is all zero, so that all slots look alike"
         return Finding(MASK, FAIL, text, "take a token with a row of its own and train again")
-    found = experiment(MASK, "the mask token")(pair)
-    if found.status == OK and any((text.ids == token).any() for text in pair.own):
+    if any((text.ids == token).any() for text in pair.own):
         return Finding(MASK, WARNING, f"mask_token_id {token} is a token of the target's texts", fix)
-    if found.status == OK and pair.special_ids and token not in pair.special_ids.values():
+    if pair.special_ids and token not in pair.special_ids.values():
         return Finding(MASK, WARNING, f"mask_token_id {token} is an ordinary token, which a text may contain", fix)
-    return found
+    return Finding(MASK, OK, f"mask_token_id {token} has a row of its own, and no text contains it")
 
 
 def check_encoding(pair: Pair) -> Finding:
@@ -149,14 +151,17 @@ def check_encoding(pair: Pair) -> Finding:
 
 
 def check_fingerprint(pair: Pair) -> Finding:
-    """The target has the weights that the drafter was made for."""
+    """The target has the weights that the drafter was made for; others are the cause only where it accepts little."""
     name = pair.config.target_name_or_path or "another target"
     if pair.config.target_fingerprint is None:
         return Finding("fingerprint", OK, "the config has none, so the target's weights are not compared")
-    if lines := compare_fingerprint(pair.config.target_fingerprint, pair.target):
-        text = f"the drafter was made for other weights than this target's ({name}): {'; '.join(lines)}"
+    if not (lines := compare_fingerprint(pair.config.target_fingerprint, pair.target)):
+        return Finding("fingerprint", OK, f"the target has the weights of {name}")
+    text = f"the drafter was made for other weights than this target's ({name}): {'; '.join(lines)}"
+    rounds = predicted_rounds(pair)  # not decoding's, which may have a fault of its own
+    if rounds.accepted_drafts < POOR or any(missed for _, missed in beside_promises(pair, rounds)):
         return Finding("fingerprint", FAIL, text, "use that target, or train this drafter on answers of this one")
-    return Finding("fingerprint", OK, f"the target has the weights of {name}")
+    return Finding("fingerprint", WARNING, f"{text}; it accepts enough all the same")
 
 
 @torch.no_grad()
@@ -182,28 +187,34 @@ def check_paths(pair: Pair) -> Finding:
 
 
 def check_lossless(pair: Pair) -> Finding:
-    """Greedy output with the drafter is plain greedy output, up to ties."""
-    gaps = []
-    for plain, drafted in zip(pair.plain, pair.drafted, strict=True):
-        if (difference := first_difference(pair.target, plain, drafted.sequences)) is not None:
-            gaps.append(difference)
-    if not gaps:
+    """Greedy output with the drafter is plain greedy output, up to ties of the two tokens."""
+    pairs = zip(pair.plain, pair.drafted, strict=True)
+    found = (first_difference(pair.target, plain, drafted.sequences) for plain, drafted in pairs)
+    differences = [difference for difference in found if difference is not None]
+    if not differences:
         return Finding("lossless", OK, f"the same {len(pair.plain)} greedy outputs with and without the drafter")
-    position, gap = max(gaps, key=lambda found: found[1])
-    text = f"{len(gaps)} of {len(pair.plain)} greedy outputs differ with the drafter"
-    if gap <= TIE_GAPS[pair.head.lm_head.dtype]:
-        return Finding("lossless", OK, f"{text}, each at a tie of the target (top-2 gap {gap:.1e})")
-    text += f", though the target's top-2 gap at position {position} is {gap:.2g}"
-    return Finding("lossless", FAIL, text, "report it: verification is wrong for this target")
+    text = f"{len(differences)} of {len(pair.plain)} greedy outputs differ with the drafter"
+    tie = TIE_GAPS[pair.head.lm_head.dtype]
+    wrong = [difference for difference in differences if not difference[1] <= tie]  # NaN is no tie
+    if not wrong:
+        gap = max(gap for _, gap in differences)
+        return Finding("lossless", OK, f"{text}, each at a tie of the two tokens (logits {gap:.1e} apart)")
+    position, gap = wrong[0]
+    why = (
+        f"by logits that are {gap:.2g} apart" if math.isfinite(gap) else "where one ends, or the logits are no numbers"
+    )
+    fix = "report it: verification is wrong for this target"
+    return Finding("lossless", FAIL, f"{text}, at position {position} {why}", fix)
 
 
 def check_acceptance(pair: Pair) -> Finding:
     """Real decoding against training's blocks on the same texts, given answers, and what the drafter's folder says."""
     decoded, predicted = decoded_rounds(pair), predicted_rounds(pair)
     got, expected = decoded.accepted_drafts, predicted.accepted_drafts
-    rates = " ".join(f"{rate:.2f}" for rate in decoded.per_position_acceptance_rates)
-    text = f"tau {1 + got:.2f} in decoding (by position {rates or '-'}), {1 + expected:.2f} by training's blocks"
-    figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict(), "promised": pair.promised}
+    rates = by_position(decoded.per_position_acceptance_rates)
+    text = f"tau {1 + got:.2f} in decoding{rates}, {1 + expected:.2f} by training's blocks"
+    promised = [promise._asdict() for promise in pair.promised]
+    figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict(), "promised": promised}
 
     def found(status, *sentence):
         return Finding("acceptance", status, *sentence, figures=figures)
@@ -219,10 +230,43 @@ def check_acceptance(pair: Pair) -> Finding:
         mode = check_encoding(pair)
         fix = mode.fix if mode.status == WARNING else "train longer, on more answers that the target itself wrote"
         return found(FAIL, f"the drafter is poor on the target's own texts: {text}", fix)
-    where, length = max(pair.promised.items(), key=lambda item: item[1], default=("", 0.0))
-    if got < (length - 1) / 2:
-        return found(WARNING, f"{where} says tau {length:.2f}; {text}", "use texts of the kind that it was trained on")
-    return found(OK, text + (f"; {where} says {length:.2f}" if where else ""))
+    beside = beside_promises(pair, decoded)
+    if missed := [said for said, is_missed in beside if is_missed]:
+        return found(WARNING, "; ".join([*missed, text]), "use texts of the kind that it was trained on")
+    return found(OK, "; ".join([text, *(said for said, _ in beside)]))
+
+
+def beside_promises(pair: Pair, rounds: SpeculativeStats) -> list[tuple[str, bool]]:
+    """What the drafter's folder says beside what is so, each beside its own kind (decoding's beside `rounds`, that of
+    blocks beside blocks), and whether that is less than half of it, in all or at a position, beyond doubt."""
+    blocks = pair.configured.acceptance_rates()
+    measured = {
+        True: (rounds.accepted_drafts, rounds.per_position_acceptance_rates, len(rounds.num_drafts)),
+        False: (sum(blocks), blocks, len(pair.configured.correct)),
+    }
+    found = []
+    for promise in pair.promised:
+        accepted, rates, number = measured[promise.is_decoded]
+        kind = "" if promise.is_decoded else " at every anchor of an evaluation"
+        said = f"{promise.where} says tau {promise.length:.2f}{kind}{by_position(promise.rates)}"
+        if not promise.is_decoded:
+            said += f", and here it is {1 + accepted:.2f}{by_position(rates)}"
+        if short := first_short_position(rates, promise.rates, number):
+            said += f", of which position {short} is the first to fall far short"
+        found.append((said, short is not None or accepted < (promise.length - 1) / 2))
+    return found
+
+
+def first_short_position(rates: list[float], promised: list[float], number: int) -> int | None:
+    """The first position, from 1, below half the promised acceptance, which so small a `number` does not explain."""
+    for position, (ours, theirs) in enumerate(zip(rates, promised, strict=False), start=1):
+        if ours < theirs / 2 and theirs - ours > MIN_Z * (theirs * (1 - theirs) / number) ** 0.5:
+            return position
+    return None
+
+
+def by_position(rates: list[float]) -> str:
+    return f" (by position {' '.join(f'{rate:.2f}' for rate in rates)})" if rates else ""
 
 
 def foreign_data(pair: Pair) -> str | None:
@@ -251,11 +295,8 @@ def decoded_rounds(pair: Pair) -> SpeculativeStats:
 
 def predicted_rounds(pair: Pair) -> SpeculativeStats:
     """The rounds that decoding would have if it drafted what training's blocks say on the target's own texts."""
-    stats, accepted, num_slots = (
-        SpeculativeStats(),
-        pair.configured.accepted().int().tolist(),
-        pair.config.block_size - 1,
-    )
+    stats, num_slots = SpeculativeStats(), pair.config.block_size - 1
+    accepted = pair.configured.accepted().int().tolist()
     for text in pair.own:
         right, accepted = accepted[: text.anchors.shape[1]], accepted[text.anchors.shape[1] :]
         rounds, i = [], 0
@@ -295,9 +336,10 @@ def experiment(check: str, subject: str):
 CHECKS = (
     check_weights,
     check_encoding,
-    check_fingerprint,
     check_trained,
     check_mask,
+    check_fingerprint,
+    experiment(MASK, "the mask token"),
     experiment(STATE, "the tapped state"),
     experiment(OUTPUT, "the output"),
     experiment(POSITIONS, "the rotary embedding"),
@@ -335,7 +377,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "check",
         help="find out why a drafter accepts little",
         description="Go through the known causes of a drafter that accepts little or nothing, mostly by experiment on "
-        "texts that the target writes. Exit status 1 when a cause was found.",
+        "texts that the target writes. Exit status 3 when a cause was found.",
         allow_abbrev=False,
     )
     parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
@@ -359,14 +401,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 0, or 1 when a cause was found."""
-    for name in ("num_prompts", "max_new_tokens"):
-        if (value := getattr(args, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    if args.drafter.startswith((".", "/", "~")) and not Path(args.drafter).is_dir():
-        raise OSError(f"no folder {args.drafter}")
+    """Run the command; returns 0, or `CAUSE_FOUND`."""
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
+    check_folder(args.drafter)
     chats = read_chats(args.prompts, args.num_prompts)
-    if args.threads:
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
     console = Console(highlight=False, soft_wrap=True, quiet=args.json)
     findings = []
@@ -384,10 +423,10 @@ def run(args: argparse.Namespace) -> int:
     warned = any(finding.status == WARNING for finding in findings)
     nothing = "No cause found" + (", but see the warnings." if warned else ": the pair is sound.")
     console.print(f"\n[bold]Cause: {escape(cause)}.[/]" if cause else f"\n{nothing}")
-    return 1 if causes else 0
+    return CAUSE_FOUND if causes else 0
 
 
-def find(args: argparse.Namespace, chats: list[list[dict]]) -> Iterator[Finding]:
+def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -> Iterator[Finding]:
     """The findings; that a drafter cannot be loaded is the first of them, and then the only one."""
     errors = (StrictDataclassError, ValueError, OSError)
     try:  # what can be said before the target is loaded
@@ -417,62 +456,36 @@ def find(args: argparse.Namespace, chats: list[list[dict]]) -> Iterator[Finding]
     )
 
 
-def read_chats(file: str | None, number: int) -> list[list[dict]]:
-    """The first conversations of a file, or built-in prompts. Raises `ValueError` that names a row which is none,
-    `OSError` for a missing file."""
+def read_chats(file: str | None, number: int) -> list[tuple[list[dict], list[dict]]]:
+    """The first prompts of a file, or built-in ones: the messages to answer, and those that came as the answer.
+
+    Raises `ValueError` that names a row which holds no prompt, `OSError` for a missing file.
+    """
     if file is None:
-        return [[{"role": "user", "content": prompt}] for prompt in BUILT_IN_PROMPTS[:number]]
+        return [([{"role": "user", "content": prompt}], []) for prompt in BUILT_IN_PROMPTS[:number]]
     chats = []
-    for (source, row), _ in zip(read_rows([file]), range(number), strict=False):
+    for source, row in islice(read_rows([file]), number):
         try:
             if isinstance(row, ValueError):
                 raise row
-            asked = row["turns"][0] if isinstance(row.get("turns"), list) and row["turns"] else row.get("prompt")
-            chat = [{"role": "user", "content": asked}] if isinstance(asked, str) else to_messages(row)
-            if prompt_length(chat) == 0:
-                raise ValueError("the row has no user turn that an answer could follow")
+            history, turns, answers = history_and_turns(row)
+            chat = [*history, {"role": "user", "content": turns[0]}]
+            encode_messages([*chat, *answers])
         except ValueError as error:
-            raise ValueError(f"{source}: {error}") from error
-        chats.append(chat)
+            raise ValueError(f"{source} is no prompt: {error}") from error
+        chats.append((chat, answers))
     return chats
 
 
-def prompt_length(chat: list[dict]) -> int:
-    """Turns before the first answer to a user; 0 where there is none to be given."""
-    roles = [message.get("role") for message in chat] + ["assistant"]
-    return next((i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == ["user", "assistant"]), 0)
-
-
-def encode_chats(chats: list[list[dict]], tokenizer, encoding: dict, limit: int) -> tuple[list, list]:
+def encode_chats(chats: list[tuple[list[dict], list[dict]]], tokenizer, encoding: dict, limit: int) -> tuple:
     """`Pair.prompts` and `Pair.given`. Raises `ValueError` for a prompt that leaves no room within `limit` tokens."""
     prompts, given = [], []
-    for number, chat in enumerate(chats, start=1):
-        end = prompt_length(chat)
-        ids, _ = encode_with_mask(chat[:end], tokenizer, add_generation_prompt=True, **encoding)
+    for number, (chat, answers) in enumerate(chats, start=1):
+        ids, _ = encode_with_mask(chat, tokenizer, add_generation_prompt=True, **encoding)
         if len(ids) > limit:
             raise ValueError(f"prompt {number} has {len(ids)} tokens: with --max-new-tokens, {limit} is the limit")
         prompts.append(torch.tensor([ids]))
-        if end < len(chat):
-            whole, mask = encode_with_mask(chat[: end + 1], tokenizer, **encoding)
+        if answers:
+            whole, mask = encode_with_mask([*chat, *answers], tokenizer, **encoding)
             given.append((whole[:limit], mask[:limit]))
     return prompts, given
-
-
-def read_promises(drafter: str, revision: str | None) -> dict[str, float]:
-    """Acceptance lengths that the drafter's folder or repository reports, by where it says so."""
-    found = {}
-    for name in ("evaluation.json", "trainer_state.json", "README.md"):
-        path = cached_file(
-            drafter,
-            name,
-            revision=revision,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )
-        text = Path(path).read_text(encoding="utf-8") if path else ""
-        # `"mean_acceptance_length": 4.05` of JSON, or the card's table
-        values = re.findall(r'"(?:mean|eval|eval_expected)_acceptance_length": ([\d.]+)', text)
-        values += re.findall(r"\| `eval_(?:expected_)?acceptance_length` \| ([\d.]+) \|", text)
-        if values:
-            found[name] = float(values[-1])
-    return found

@@ -20,6 +20,13 @@ class UsageError(ValueError):
     """What was typed, or written in a recipe, cannot be run as it is: exit status 2, as for wrong options."""
 
 
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raises `UsageError` for an option that was given and is below 1."""
+    for name in names:
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parse and run; returns the exit status: 0, 1 after an error said in one line, 2 for wrong usage."""
     parser = argparse.ArgumentParser(

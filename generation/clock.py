@@ -8,7 +8,7 @@
 
 `timed_call` is one such call with everything that a benchmark records of it.
 
-On an accelerator every hook waits for the work handed to it, so that seconds are those of the work.
+On accelerators every time stamp waits for the work handed to them, so that seconds are those of the work.
 """
 
 import time
@@ -17,7 +17,23 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ..cache_hyperdflash import RewindableSlidingLayer
-from ..generation_hyperdflash import SpeculativeStats
+from ..generation_hyperdflash import SpeculativeStats, num_leading
+
+
+def accelerators(*models) -> set[torch.device]:
+    """The accelerators that hold weights of the models; offloaded weights are computed with on the current one."""
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    found = {device for device in devices if device.type not in ("cpu", "meta")}
+    if torch.device("meta") in devices and (current := torch.accelerator.current_accelerator(check_available=True)):
+        found.add(current)
+    return found
+
+
+def time_at_rest(devices: set[torch.device]) -> float:
+    """`time.perf_counter`, once the accelerators have done the work handed to them."""
+    for device in devices:
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
 
 
 class Clock:
@@ -37,7 +53,7 @@ class Clock:
     def __init__(self, target, drafter=None):
         self.target, self.drafter = target, drafter
         self.borrowed = [target.get_input_embeddings(), target.get_output_embeddings()]
-        self._wait = (lambda: None) if target.device.type == "cpu" else torch.accelerator.synchronize
+        self._devices = accelerators(target, *([] if drafter is None else [drafter]))
         self.reset()
 
     def reset(self) -> None:
@@ -81,13 +97,14 @@ class Clock:
             RewindableSlidingLayer.crop = crop
 
     def _enter(self, module, args):
-        self._wait()
-        self._in_target |= module is self.target
-        self._starts[module] = time.perf_counter()
+        if not self._in_target:  # its own embedding and head are in its time, and waiting for them would add to it
+            self._starts[module] = time_at_rest(self._devices)
+            self._in_target = module is self.target
 
     def _leave(self, module, args, output):
-        self._wait()
-        end = time.perf_counter()
+        if self._in_target and module is not self.target:
+            return
+        end = time_at_rest(self._devices)
         seconds = end - self._starts[module]
         if module is self.target:
             self._in_target = False
@@ -97,11 +114,10 @@ class Clock:
                 self.draft_s.append(self._inside_s)
                 self.outside_s.append(end - self._last_end - seconds - self._inside_s)
             self._last_end, self._inside_s = end, 0.0
-        elif module is self.drafter:
-            self.draft_by_round.append(seconds)
+        else:
             self._inside_s += seconds
-        elif not self._in_target:
-            self._inside_s += seconds
+            if module is self.drafter:
+                self.draft_by_round.append(seconds)
 
 
 class Stamps:
@@ -157,7 +173,7 @@ class LookupRounds:
         if drafts:
             agree = [a == b for a, b in zip(new_ids, drafts, strict=False)]
             self.stats.num_drafts.append(len(drafts))
-            self.stats.num_accepted.append(agree.index(False) if False in agree else len(agree))
+            self.stats.num_accepted.append(num_leading(agree))
 
 
 def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int) -> dict:

@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
     console.print(f"acceptance by position  {rates}\n")
     differences = [(domain, difference) for domain, _, _, _, difference in rows if difference is not None]
     for domain, (position, gap) in differences:
-        console.print(f"{domain}: first difference at position {position}, where the target's top-2 gap is {gap:.2e}")
+        console.print(
+            f"{domain}: first difference at position {position}, where the gap of the two tokens is {gap:.2e}"
+        )
     return 1 if differences else 0
 
 

@@ -30,6 +30,7 @@ from ..training.rows import progress_is_hidden
 from ..training.target import TargetHead
 from .init import spread_layers
 from .metrics import timed_greedy
+from .promises import Promise
 
 MIN_BLOCKS = 16  # fewer say nothing
 CHUNK = 128  # blocks in one forward
@@ -47,7 +48,8 @@ RETRAIN = "train it on what decoding feeds, or feed that in decoding"
 
 @dataclass
 class Text:
-    """`ids` `(1, T)`; blocks start at every `anchors` `(1, A)`; `states` are layer outputs `(1, T, m, D)` by layer."""
+    """`ids` `(1, T)`; blocks start at every `anchors` `(1, A)`; `states` are layer outputs `(1, T, m, D)` by layer, on
+    the target's device."""
 
     ids: torch.LongTensor
     mask: torch.LongTensor
@@ -76,18 +78,24 @@ class Score(NamedTuple):
         """Of each block, `(N,)`: the mean over its slots."""
         return self.ce[:, :num_slots].sum(-1) / self.valid[:, :num_slots].sum(-1).clamp(min=1)
 
+    def acceptance_rates(self) -> list[float]:
+        """Share of the blocks that are right up to slot 1, 2, ..., as training logs it: `training/metrics.py`."""
+        right, reached = self.correct.long().cumprod(-1), self.valid.long()
+        reached[:, 1:] *= right[:, :-1]
+        return (right.sum(0) / reached.sum(0).clamp(min=1)).cumprod(0).tolist()
+
 
 @dataclass
 class Pair:
     """A target, its drafter, and the texts they are judged on.
 
     Attributes:
-        prompts (`list[torch.LongTensor]`): `(1, T)` each, what the target answers.
+        prompts (`list[torch.LongTensor]`): `(1, T)` each, what the target answers; on its device.
         given (`list[tuple[list[int], list[int]]]`): ids and loss mask of conversations whose answers came with the
             prompts.
         special_ids (`dict[str, int]`): tokens that a text cannot contain, or only as markup.
         mode (`str`): of the chat encoding that the prompts are in.
-        promised (`dict[str, float]`): acceptance lengths that the drafter's folder reports, by where.
+        promised (`list[Promise]`): what the drafter's folder reports.
     """
 
     target: nn.Module
@@ -97,10 +105,11 @@ class Pair:
     special_ids: dict[str, int] = field(default_factory=dict)
     mode: str = "non-thinking"
     max_new_tokens: int = 64
-    promised: dict[str, float] = field(default_factory=dict)
+    promised: list[Promise] = field(default_factory=list)
 
     def __post_init__(self):
         self.config = self.drafter.config
+        self.prompts = [prompt.to(self.target.device) for prompt in self.prompts]
         self.head = TargetHead.from_target(self.target).to(self.target.device)
         self.last = self.target.config.num_hidden_layers - 1
 
@@ -139,7 +148,8 @@ class Pair:
         layers = self.layers_read()
         with ResidualTap(self.target, SimpleNamespace(context_source="hidden_layers", target_layer_ids=layers)) as tap:
             self.target.model(ids.to(self.target.device), use_cache=False)
-            states = tap.take().split(self.target.config.hidden_size, dim=-1)
+            residuals = tap.take().to(self.target.device)  # the last layer's may be another
+        states = residuals.split(self.target.config.hidden_size, dim=-1)
         return Text(ids.cpu(), mask.cpu(), dict(zip(layers, states, strict=True)))
 
     def layers_read(self) -> list[int]:

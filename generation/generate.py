@@ -164,10 +164,15 @@ def prompt_ids(messages: list[dict], tokenizer, args: argparse.Namespace) -> tor
     return torch.tensor([ids])
 
 
-def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
-    """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
+def check_folder(name: str) -> None:
+    """Raises `OSError` where a path was meant and is no folder; what else a name may be is the Hub's to say."""
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():
         raise OSError(f"no folder {name}")
+
+
+def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
+    """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
+    check_folder(name)
     model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     if model_type != "deepseek_v4":
         raise ValueError(f"{name} is a {model_type} model; HyperDFlash drafts for deepseek_v4")

@@ -13,6 +13,7 @@ import argparse
 import json
 import logging
 import shutil
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,6 +47,34 @@ GATE_TENSORS = ("hc_head_fn", "hc_head_base", "hc_head_scale")
 # ---------------------------------------------------------------------------------------------------------- the target
 
 
+def file_in(folder: Path, name: str) -> Path:
+    """The path of a folder's file; raises `FileNotFoundError` when it has none of that name."""
+    if not (folder / name).is_file():
+        raise FileNotFoundError(f"{folder.name} has no {name}")
+    return folder / name
+
+
+def tensor_files(file: Callable[[str], Path], checkpoint: str | Path) -> dict[str, str]:
+    """The name of every tensor of a checkpoint, and the file it is in; `OSError` for one without safetensors.
+
+    Args:
+        file: from the name of one of its files to its path.
+        checkpoint: what an error calls it.
+    """
+    try:
+        return json.loads(file(INDEX_FILE).read_text())["weight_map"]
+    except (EntryNotFoundError, FileNotFoundError):
+        pass
+    try:
+        path = file(SINGLE_FILE)
+    except (EntryNotFoundError, FileNotFoundError) as error:
+        raise FileNotFoundError(
+            f"{checkpoint} has neither {INDEX_FILE} nor {SINGLE_FILE}; weights are read as safetensors: {error}"
+        ) from error
+    with _open(path) as f:
+        return dict.fromkeys(f.keys(), SINGLE_FILE)
+
+
 class TargetCheckpoint:
     """The parts of a V4 checkpoint that a drafter inherits; opens nothing else.
 
@@ -65,7 +94,7 @@ class TargetCheckpoint:
         raw = json.loads(self.file("config.json").read_text())
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
-        self.files = self._files()
+        self.files = tensor_files(self.file, self.name)
         if any(name.startswith("mtp.0.main_proj") for name in self.files) or "dspark_block_size" in raw:
             logger.warning(
                 f"{self.name} carries DSpark under mtp.0..2, so it lacks the native MTP module (method mtp, which the "
@@ -75,25 +104,8 @@ class TargetCheckpoint:
     def file(self, name: str) -> Path:
         """The path of one file of the checkpoint, fetched if need be."""
         if self.folder is not None:
-            if not (self.folder / name).is_file():
-                raise FileNotFoundError(f"{self.name} has no {name}")
-            return self.folder / name
+            return file_in(self.folder, name)
         return Path(hf_hub_download(self.name, name, revision=self.revision))
-
-    def _files(self) -> dict[str, str]:
-        """The name of every tensor, and the file it is in."""
-        try:
-            return json.loads(self.file(INDEX_FILE).read_text())["weight_map"]
-        except (EntryNotFoundError, FileNotFoundError):
-            pass
-        try:
-            path = self.file(SINGLE_FILE)
-        except (EntryNotFoundError, FileNotFoundError) as error:
-            raise FileNotFoundError(
-                f"{self.name} has neither {INDEX_FILE} nor {SINGLE_FILE}; init needs weights as safetensors: {error}"
-            ) from error
-        with _open(path) as f:
-            return dict.fromkeys(f.keys(), SINGLE_FILE)
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) is not None
@@ -281,6 +293,7 @@ def init_drafter(
     num_hidden_layers: int | None = None,
     block_size: int = 7,
     reducer: str | None = None,
+    reducer_path_norm: bool | None = None,
     context_source: str = "pre_hc_head",
     mask_token_id: int | None = None,
     hidden_size: int | None = None,
@@ -301,6 +314,7 @@ def init_drafter(
         block_size: positions of a block, the anchor included.
         reducer: `"hc_gate"` wherever the gate can be inherited, else `"fc"`, which a warning then says. `"mean"` and
             `"fc"` can be asked for.
+        reducer_path_norm: whether the gate weighs normed paths, by default true; off, it is the target's own collapse.
         mask_token_id: a token of the target that texts do not use; needed unless the vocabulary is V4's 129,280.
         hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of
             the drafter, by default those of `default_sizes` at the target's width.
@@ -320,6 +334,7 @@ def init_drafter(
         checkpoint.config,
         has_hc_head=has_hc_head,
         reducer=reducer,
+        reducer_path_norm=reducer_path_norm,
         context_source=context_source,
         mask_token_id=mask_token_id,
         hidden_size=hidden_size,

@@ -9,20 +9,18 @@ N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revis
 """
 
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-
-from safetensors import safe_open
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..pairing_hyperdflash import check_shapes
 from .cli import UsageError
-from .generate import check_drafter_type, load_drafter
-from .init import INDEX_FILE, SINGLE_FILE, TargetCheckpoint, resolve_revision
-from .mtp import PREFIX, DeepseekV4MTP, load_mtp
+from .generate import check_drafter_type, check_folder, load_drafter
+from .init import TargetCheckpoint, file_in, resolve_revision, tensor_files
+from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp
 
 # What a drafter's configuration says when it is of the method.
 DRAFTERS = {
@@ -83,8 +81,9 @@ def parse_methods(texts: list[str]) -> list[Method]:
     Raises `UsageError` that names what cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
     """
     parsed = [_parse(text) for text in texts]
-    for name, number, checkpoints in parsed:
-        if parsed.count((name, number, checkpoints)) > 1 or len(set(checkpoints)) < len(checkpoints):
+    places = [(name, number, tuple(map(_resolved, checkpoints))) for name, number, checkpoints in parsed]
+    for (name, number, checkpoints), found in zip(parsed, places, strict=True):
+        if places.count(found) > 1 or len(set(found[2])) < len(checkpoints):
             raise UsageError(f"--methods has {_text(name, number, checkpoints)} or one of its checkpoints twice")
     labels = checkpoint_labels([checkpoint for *_, checkpoints in parsed for checkpoint in checkpoints])
     methods = []
@@ -124,12 +123,18 @@ def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
     return name, int(number), checkpoints
 
 
+def _resolved(checkpoint: str) -> str:
+    """The same for a folder however it was typed; a Hub id as it is."""
+    folder = Path(checkpoint).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else checkpoint
+
+
 def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
     """A short name for each: the last parts of its path, as many as tell all of them apart."""
-    parts = {c: Path(c).resolve().parts if Path(c).is_dir() else Path(c).parts for c in checkpoints}
+    parts = {c: Path(_resolved(c)).parts for c in checkpoints}
     depth = 1
     while depth < max(map(len, parts.values()), default=1):
-        if len({p[-depth:] for p in parts.values()}) == len(parts):
+        if len({p[-depth:] for p in parts.values()}) == len(set(parts.values())):
             break
         depth += 1
     return {c: "/".join(p[-depth:]) for c, p in parts.items()}
@@ -162,8 +167,7 @@ def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
             find_mtp(*place(target))
         for checkpoint in method.checkpoints:
             name, revision = split_revision(checkpoint)
-            if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-                raise OSError(f"no folder {name}")
+            check_folder(name)
             if method.name == MTP:
                 find_mtp(name, revision)
                 continue
@@ -196,45 +200,36 @@ def _values(values: dict) -> str:
 def find_mtp(checkpoint: str, revision: str | None = None) -> Path:
     """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
 
-    Raises `ValueError` for a checkpoint without the native MTP module.
+    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
     """
     folder = Path(checkpoint).expanduser()
     if folder.is_dir():
-        names, repository = _tensor_names(folder), None
+        names, repository = tensor_files(partial(file_in, folder), checkpoint), None
     else:
         repository = TargetCheckpoint(checkpoint, revision)
         names = repository.files
-    if f"{PREFIX}e_proj.weight" not in names:
-        raise ValueError(f"{checkpoint} holds no native MTP module: no tensor is named {PREFIX}e_proj.weight")
+    check_mtp_names(names, checkpoint)
     if repository is None:
         return folder
     shards = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
     return [repository.file(shard) for shard in shards][0].parent
 
 
-def _tensor_names(folder: Path) -> set[str]:
-    if (folder / INDEX_FILE).is_file():
-        return set(json.loads((folder / INDEX_FILE).read_text())["weight_map"])
-    if not (folder / SINGLE_FILE).is_file():
-        raise OSError(f"{folder} has neither {INDEX_FILE} nor {SINGLE_FILE}")
-    with safe_open(folder / SINGLE_FILE, framework="pt") as file:
-        return set(file.keys())
-
-
 def identify(method: Method, target: TargetCheckpoint) -> list[str]:
     """What the results of a method depend on besides its label: the content of folders, the commit of Hub ids."""
     if method.name == MTP and not method.checkpoints:
         shards = {file for name, file in target.files.items() if name.startswith(PREFIX)}
-        return [target.revision or _content(target.folder / shard for shard in shards)]
+        return [target.revision or content_hash(target.folder / shard for shard in shards)]
     identities = []
     for checkpoint in method.checkpoints:
         name, revision = split_revision(checkpoint)
         weights = Path(name).glob("*.safetensors")
-        identities.append(resolve_revision(name, revision) or _content([Path(name) / "config.json", *weights]))
+        identities.append(resolve_revision(name, revision) or content_hash([Path(name) / "config.json", *weights]))
     return identities
 
 
-def _content(files: Iterable[Path]) -> str:
+def content_hash(files: Iterable[Path]) -> str:
+    """Of the files that there are, with their names."""
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.is_file()):
         with path.open("rb") as file:
@@ -252,7 +247,7 @@ def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype
     loaded, arms = {}, []
     for method in methods:
         for name in method.checkpoints or (None,):
-            key = (method.name == MTP, name)
+            key = (method.name == MTP, name and _resolved(name))
             if method.name == MTP and key not in loaded:
                 folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
                 loaded[key] = _placed(load_mtp(folder, target.config, most), target)

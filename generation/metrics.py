@@ -1,5 +1,6 @@
 """Figures about a pair of runs: what speculative decoding changed (nothing), and what it gained."""
 
+import math
 import time
 
 import torch
@@ -7,8 +8,8 @@ import torch
 from ..generation_hyperdflash import SpeculativeStats
 
 # Forwards of one token and of a block round differently: by up to 1.3e-5 in a logit of the tiny target in fp32, and
-# 0.13 in bf16, and the gap of two logits moves by up to twice that. Where it is at most this, a tie explains another
-# token. fp32 has room to spare: so small a gap is rare enough that a wrong token would not hide behind it.
+# 0.13 in bf16, and the gap of two logits moves by up to twice that. Where two tokens' gap is at most this, a tie
+# explains that the other came. fp32 has room to spare: so small a gap is too rare for a wrong token to hide behind it.
 TIE_GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
@@ -28,22 +29,26 @@ def timed_greedy(target, input_ids: torch.LongTensor, max_new_tokens: int, draft
 
 @torch.no_grad()
 def first_difference(target, plain: torch.LongTensor, other: torch.LongTensor) -> tuple[int, float] | None:
-    """Where two greedy runs part, and the target's own top-2 logit gap there.
+    """Where two greedy runs part, and the gap of the two tokens there, by the target's own logits.
 
     Args:
-        plain, other (`torch.LongTensor` of shape `(1, T)`): sequences with the same prompt.
+        plain, other (`torch.LongTensor` of shape `(1, T)`): sequences with the same prompt, on any device.
 
     Returns:
-        None when they are equal; else the position and the gap, which is at rounding level when a tie explains it.
+        None when they are equal; else the position, and by how much the lower of the two tokens' logits is below the
+        target's best one: at rounding level when a tie explains the difference. The gap is infinite, as no tie
+        explains it, when one run only ends earlier or the logits are no numbers.
     """
     length = min(plain.shape[1], other.shape[1])
     different = (plain[0, :length] != other[0, :length]).nonzero()
     if not len(different):
-        return None if plain.shape == other.shape else (length, float("nan"))
+        return None if plain.shape == other.shape else (length, math.inf)
     position = int(different[0])
-    logits = target(plain[:, :position], use_cache=False, logits_to_keep=1).logits[0, -1].float()
-    best, second = logits.topk(2).values.tolist()
-    return position, best - second
+    prefix = plain[:, :position].to(target.device)
+    logits = target(prefix, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+    tokens = [int(run[0, position]) for run in (plain, other)]
+    gap = float(logits.max() - logits[tokens].min())
+    return position, math.inf if math.isnan(gap) else gap
 
 
 def describe(stats: SpeculativeStats) -> str:

@@ -10,7 +10,8 @@ the token after it. It lives under `mtp.0.*` in a checkpoint and shares embeddin
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
 
-import json
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from ..generation_hyperdflash import HyperDFlashAssistant, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
+from .init import file_in, tensor_files
 
 PREFIX = "mtp.0."
 
@@ -66,6 +68,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         max_drafts (`int`, *optional*, defaults to 3): the deployment of the paper's MTP(3).
     """
 
+    # transformers lets a model's experts run in one kernel where its module has the text @use_experts_implementation
     max_drafts = 3  # an attribute, where the drafter's is derived from its block
 
     def __init__(self, config: DeepseekV4Config, max_drafts: int = 3):
@@ -180,20 +183,15 @@ def _official_name(name: str) -> str:
 def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int = 3) -> DeepseekV4MTP:
     """Read `mtp.0.*` of a checkpoint folder, in the official naming or in transformers'.
 
-    Raises `ValueError` when the folder has no such module, or one of other shapes; by name for DSpark, which the 0731
-    checkpoints carry in the same place, and for quantised weights.
+    Raises `ValueError` as `check_mtp_names` does, and for a module of other shapes; `OSError` for no weights at all.
     """
-    tensors = _read_prefixed(Path(checkpoint), PREFIX)
-    if any(name.startswith(f"{PREFIX}main_proj") for name in tensors):
-        raise ValueError(
-            f"{checkpoint} carries DSpark under mtp.*, not the native MTP module: that is in the preview checkpoint"
-        )
-    if f"{PREFIX}e_proj.weight" not in tensors:
-        raise ValueError(f"{checkpoint} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
-    scales = sorted(f"{name.removesuffix('weight')}scale" for name in tensors if name.endswith(".weight"))
-    scales = [name for name in scales if name in tensors]
-    if scales:
-        raise ValueError(f"{checkpoint} holds a quantised MTP module ({scales[0]}): convert its weights to bf16 first")
+    folder, tensors = Path(checkpoint), {}
+    files = tensor_files(partial(file_in, folder), checkpoint)
+    files = {name: file for name, file in files.items() if name.startswith(PREFIX)}
+    check_mtp_names(files, checkpoint)
+    for file in set(files.values()):
+        with safe_open(folder / file, framework="pt") as f:
+            tensors |= {name: f.get_tensor(name) for name in f.keys() if name in files}  # noqa: SIM118
     mtp = DeepseekV4MTP(config, max_drafts)
     try:
         state = {name: _find(tensors, name, value) for name, value in mtp.state_dict().items()}
@@ -218,15 +216,18 @@ def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> t
     return tensors[PREFIX + _official_name(name)]
 
 
-def _read_prefixed(folder: Path, prefix: str) -> dict[str, torch.Tensor]:
-    index = folder / "model.safetensors.index.json"
-    files = (
-        {f for k, f in json.loads(index.read_text())["weight_map"].items() if k.startswith(prefix)}
-        if index.exists()
-        else {"model.safetensors"}
-    )
-    out = {}
-    for file in files:
-        with safe_open(folder / file, framework="pt") as f:
-            out.update({k: f.get_tensor(k) for k in f.keys() if k.startswith(prefix)})  # noqa: SIM118
-    return out
+def check_mtp_names(names: Collection[str], where: str | Path) -> None:
+    """Whether the tensors of a checkpoint have the native module among them, told by their names alone.
+
+    Raises `ValueError` when they have none; by name for DSpark, which the 0731 checkpoints carry in the same place,
+    and for quantised weights.
+    """
+    if any(name.startswith(f"{PREFIX}main_proj") for name in names):
+        raise ValueError(
+            f"{where} carries DSpark under mtp.*, not the native MTP module: that is in the preview checkpoint"
+        )
+    if f"{PREFIX}e_proj.weight" not in names:
+        raise ValueError(f"{where} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
+    scales = [f"{name.removesuffix('weight')}scale" for name in sorted(names) if name.startswith(PREFIX)]
+    if scale := next((name for name in scales if name in names), None):
+        raise ValueError(f"{where} holds a quantised MTP module ({scale}): convert its weights to bf16 first")

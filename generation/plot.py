@@ -16,9 +16,10 @@ from ..training.card import check_installed
 from ..training.files import write_atomically
 from .methods import TARGET_ONLY
 from .records import GROUP
-from .report import RESULTS_FILE, TABLE_FILE, lossless_line, write_table
+from .report import RESULTS_FILE, TABLE_FILE, run_notes, write_table
 
 ACCEPTANCE_FILE, SPEEDUP_FILE = "acceptance.png", "speedup.png"
+ALIKE = ("target_fingerprint", "dtype", "device")  # of an environment: figures of others are not of one table
 # Okabe and Ito's colours, grey and wine, which colour-blind eyes tell apart; markers for prints without colour.
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
 MARKERS = "osD^vPX*"
@@ -67,9 +68,10 @@ def check_folder(output: Path) -> None:
 def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
     """The rows of all folders together, and a note on each.
 
-    Raises `OSError` for a folder without results, `ValueError` for broken ones and for rows that two folders have.
+    Raises `OSError` for a folder without results, `ValueError` for broken ones, for rows that two folders have, and
+    for folders that were measured with another target, in another dtype or on another device.
     """
-    rows, notes, seen = [], [], {}
+    rows, notes, seen, first = [], [], {}, {}
     for folder in folders:
         path = folder / RESULTS_FILE
         if not path.is_file():
@@ -77,7 +79,13 @@ def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
         try:
             results = json.loads(path.read_text(encoding="utf-8"))
             found = results["rows"]
-            notes.append((f"{folder.name}: " if len(folders) > 1 else "") + lossless_line(results))
+            for name in ALIKE:
+                value = results["environment"][name]
+                if value != first.setdefault(name, value):
+                    raise ValueError(
+                        f"it has {name} {value}, but {folders[0]} has {first[name]}: make a table of each"
+                    )
+            notes += [(f"{folder.name}: " if len(folders) > 1 else "") + note for note in run_notes(results)]
             for row in found:
                 key = tuple(row[name] for name in GROUP)
                 if key in seen and row["method"] != TARGET_ONLY:

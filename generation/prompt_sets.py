@@ -132,7 +132,7 @@ def read_file(path: Path) -> PromptSet:
         try:
             if isinstance(row, ValueError):
                 raise row
-            history, turns = _history_and_turns(row)
+            history, turns, _ = history_and_turns(row)
             for turn in turns:
                 encode_messages([*history, {"role": "user", "content": turn}])
         except ValueError as error:
@@ -141,20 +141,22 @@ def read_file(path: Path) -> PromptSet:
     return PromptSet(path.stem, prompts)
 
 
-def _history_and_turns(row: dict) -> tuple[list[dict], list[str]]:
+def history_and_turns(row: dict) -> tuple[list[dict], list[str], list[dict]]:
+    """Messages before the first turn, the turns to answer, and the messages that the row has as its last answer."""
     if "turns" in row or "prompt" in row:
         turns = row["turns"] if "turns" in row else [row["prompt"]]
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
             raise ValueError('"turns" must be a list of texts, and "prompt" a text')
-        return [], turns
-    if "messages" not in row and "conversations" not in row:
+        return [], turns, []
+    if not row.keys() & {"messages", "conversations", "instruction"}:
         raise ValueError(f'it has none of "turns", "messages" and "prompt"; its keys are {", ".join(row) or "none"}')
     messages = to_messages(row)
-    while messages and messages[-1].get("role") == "assistant":
-        messages.pop()
-    if not messages or messages[-1].get("role") != "user":
+    end = len(messages)
+    while end and messages[end - 1].get("role") == "assistant":
+        end -= 1
+    if not end or messages[end - 1].get("role") != "user":
         raise ValueError("its messages have no user message at the end, or before a last answer")
-    return messages[:-1], [messages[-1].get("content")]
+    return messages[: end - 1], [messages[end - 1].get("content")], messages[end:]
 
 
 def fetch(dataset: str) -> PromptSet:

@@ -11,19 +11,25 @@ import csv
 import io
 import json
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
 from ..generation_hyperdflash import SpeculativeStats
 from ..training.files import write_atomically
-from .methods import TARGET_ONLY
+from .methods import PROMPT_LOOKUP, TARGET_ONLY
 from .records import GROUP, KEY
 
 RESULTS_FILE, CSV_FILE, TABLE_FILE, COMMAND_FILE = "results.json", "results.csv", "table.md", "command.txt"
 DEFINITIONS = (
     "tau = 1 + accepted drafts a round: it counts the target's own token; a round proposed at least one draft. "
     "Speed-up: tokens a second after the first token, over target-only's in the same run."
+)
+OF_SAMPLING = "Above temperature 0 every method samples answers of its own up to their end: lengths differ."
+OF_PROMPT_LOOKUP = (
+    "prompt-lookup's loop is transformers' own: its accepted drafts are counted after the end of an answer trimmed "
+    "them, other methods' before, and its time of drafting is not told apart from the rest."
 )
 NUM_RESAMPLES = 2000
 
@@ -58,14 +64,12 @@ def _place(rows: list[dict], name: str, value) -> int:
 
 def _complete(records: list[dict], num_arms: int) -> list[dict]:
     asked = [tuple(record[name] for name in KEY[2:]) for record in records]
-    counts = {}
-    for question in asked:
-        counts[question] = counts.get(question, 0) + 1
+    counts = Counter(asked)
     return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_arms]
 
 
 def _acceptance(group: list[dict]) -> dict:
-    """Figures of the rounds; None for plain decoding, which has none."""
+    """Figures of the rounds; None for plain decoding, and for means over no round at all."""
     stats = SpeculativeStats()
     names = list(stats.to_dict())
     if group[0]["num_drafts"] is None:
@@ -74,7 +78,9 @@ def _acceptance(group: list[dict]) -> dict:
         stats.extend(SpeculativeStats(record["num_drafts"], record["num_accepted"]))
     sums = _by_prompt(group, lambda r: (sum(r["num_accepted"]), len(r["num_accepted"])))
     interval = bootstrap(sums, lambda s: 1 + s[..., 0] / s[..., 1])
-    return {"num_rounds": len(stats.num_drafts), "acceptance_length_interval": interval, **stats.to_dict()}
+    figures = {"num_rounds": len(stats.num_drafts), "acceptance_length_interval": interval, **stats.to_dict()}
+    means = [name for name in names if name.startswith("accept") or name.endswith("_rates")]
+    return figures if stats.num_drafts else figures | dict.fromkeys(means)
 
 
 def _speed(group: list[dict], plain: list[dict]) -> dict:
@@ -82,6 +88,7 @@ def _speed(group: list[dict], plain: list[dict]) -> dict:
     tokens, seconds = _sums(group, "num_timed_tokens", "decoding_seconds")
     plain_tokens, plain_seconds = _sums(plain, "num_timed_tokens", "decoding_seconds")
     parts = _step(group)
+    told = parts | ({"draft": None} if _is_lookup(group[0]) else {})
     speedup = _ratio(tokens * plain_seconds, seconds * plain_tokens)
     attainable = _attainable(group, plain)
     is_plain = group is plain
@@ -89,11 +96,15 @@ def _speed(group: list[dict], plain: list[dict]) -> dict:
         "tokens_per_second": _ratio(tokens, seconds),
         "speedup": speedup,
         "speedup_interval": None if is_plain else _speedup_interval(group, plain),
-        **{f"{name}_share": _ratio(parts[name], parts["step"]) for name in ("draft", "verify", "other")},
-        **{f"{name}_seconds": value for name, value in parts.items()},
+        **{f"{name}_share": _ratio(told[name], told["step"]) for name in ("draft", "verify", "other")},
+        **{f"{name}_seconds": value for name, value in told.items()},
         "attainable_speedup": attainable,
         "efficiency": _ratio(speedup, attainable),
     }
+
+
+def _is_lookup(row: dict) -> bool:
+    return row["method"].startswith(f"{PROMPT_LOOKUP}:")
 
 
 def _step(group: list[dict]) -> dict:
@@ -164,7 +175,7 @@ def write_report(folder: Path, results: dict) -> None:
     text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
     write_atomically(folder / RESULTS_FILE, text.encode())
     write_atomically(folder / CSV_FILE, to_csv(results["rows"]).encode())
-    write_table(folder, results["rows"], [lossless_line(results)])
+    write_table(folder, results["rows"], run_notes(results))
 
 
 def write_table(folder: Path, rows: list[dict], notes: list[str]) -> None:
@@ -204,23 +215,52 @@ def _flat(row: dict) -> dict:
 
 def make_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
     """Title, header and lines of a table for each mode and temperature: methods down, sets across."""
+    tables = []
+    for title, methods, datasets in _blocks(rows):
+        lines = [_line(method, own, datasets) for method, own in methods.items()]
+        tables.append((title, _header([*datasets, "Average"]), lines))
+    return tables
+
+
+def make_interval_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """The intervals of `make_tables`' figures, for methods with one checkpoint and seed: others have their ±."""
+    tables = []
+    for title, methods, datasets in _blocks(rows):
+        lines = [[method, *_intervals(own, datasets)] for method, own in methods.items()]
+        lines = [line for line in lines if set(line[1:]) != {"–"}]
+        tables += [(f"{title}: 95% intervals over prompts", _header(datasets), lines)] if lines else []
+    return tables
+
+
+def _blocks(rows: list[dict]) -> list[tuple[str, dict[str, list[dict]], list[str]]]:
+    """For each mode and temperature its title, the rows of each method, and the sets."""
     blocks = {}
     for row in rows:
-        blocks.setdefault((row["mode"], row["temperature"]), []).append(row)
-    tables = []
-    for (mode, temperature), block in blocks.items():
-        datasets = list(dict.fromkeys(row["dataset"] for row in block))
-        header = ["method", *(f"{name} {what}" for name in [*datasets, "Average"] for what in ("speed-up", "tau"))]
-        methods = dict.fromkeys(row["method"] for row in block)
-        lines = [_line(method, [row for row in block if row["method"] == method], datasets) for method in methods]
-        tables.append((f"{mode}, temperature {temperature:g}", header, lines))
-    return tables
+        title = f"{row['mode']}, temperature {row['temperature']:g}"
+        blocks.setdefault(title, {}).setdefault(row["method"], []).append(row)
+    return [
+        (title, methods, list(dict.fromkeys(row["dataset"] for own in methods.values() for row in own)))
+        for title, methods in blocks.items()
+    ]
+
+
+def _header(names: list[str]) -> list[str]:
+    return ["method", *(f"{name} {what}" for name in names for what in ("speed-up", "tau"))]
+
+
+def _intervals(rows: list[dict], datasets: list[str]) -> list[str]:
+    cells = []
+    for dataset in datasets:
+        found = [row for row in rows if row["dataset"] == dataset]
+        ends = [found[0][f"{name}_interval"] if len(found) == 1 else None for name in FORMS]
+        cells += ["–" if end is None else "[{:.2f}, {:.2f}]".format(*end) for end in ends]
+    return cells
 
 
 def _line(method: str, rows: list[dict], datasets: list[str]) -> list[str]:
     cells = {name: [_cells([row for row in rows if row["dataset"] == d], name) for d in datasets] for name in FORMS}
     for name, cell in cells.items():
-        cell.append(_cell(_averages(rows, datasets, name), FORMS[name]))
+        cell.append(spread(_averages(rows, datasets, name), FORMS[name]))
     return [method, *(cell for pair in zip(*cells.values(), strict=True) for cell in pair)]
 
 
@@ -228,15 +268,15 @@ FORMS = {"speedup": "{:.2f}x", "acceptance_length": "{:.2f}"}
 
 
 def _cells(rows: list[dict], name: str) -> str:
-    return _cell([row[name] for row in rows if row[name] is not None], FORMS[name])
+    return spread([row[name] for row in rows if row[name] is not None], FORMS[name])
 
 
-def _cell(values: list[float], form: str) -> str:
+def spread(values: list[float], form: str = "{:.2f}") -> str:
     """Mean, and the standard deviation over checkpoints and seeds where there are several."""
     if not values:
         return "–"
-    spread = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
-    return form.format(statistics.fmean(values)) + spread
+    deviation = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
+    return form.format(statistics.fmean(values)) + deviation
 
 
 def _averages(rows: list[dict], datasets: list[str], name: str) -> list[float]:
@@ -251,18 +291,64 @@ def _averages(rows: list[dict], datasets: list[str], name: str) -> list[float]:
 def to_markdown(rows: list[dict], notes: list[str]) -> str:
     """All tables, then the definitions and the notes."""
     parts = []
-    for title, header, lines in make_tables(rows):
-        text = [f"**{title}**", "", _row(header), _row(["---", *["---:"] * (len(header) - 1)]), *map(_row, lines)]
-        parts.append("\n".join(text))
+    for title, header, lines in [*make_tables(rows), *make_interval_tables(rows)]:
+        parts.append(f"**{title}**\n\n{table(header, lines)}")
     if not parts:
         parts.append("No prompt has been answered by all methods yet.")
     if any("±" in part for part in parts):
         notes = ["±: standard deviation over checkpoints and seeds.", *notes]
-    return "\n\n".join([*parts, DEFINITIONS, *notes]) + "\n"
+    return "\n\n".join([*parts, definitions(rows), *token_notes(rows), *notes]) + "\n"
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    """In markdown; columns behind the first are aligned to the right."""
+    return "\n".join(map(_row, [header, ["---", *["---:"] * (len(header) - 1)], *lines]))
 
 
 def _row(cells: list[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def definitions(rows: list[dict]) -> str:
+    """What the figures are, with what is peculiar to some of these rows."""
+    parts = [DEFINITIONS]
+    if any(row["temperature"] > 0 for row in rows):
+        parts.append(OF_SAMPLING)
+    if any(map(_is_lookup, rows)):
+        parts.append(OF_PROMPT_LOOKUP)
+    return " ".join(parts)
+
+
+def token_notes(rows: list[dict]) -> list[str]:
+    """How many tokens each method wrote, where methods wrote different numbers; of several runs, their mean."""
+    notes = []
+    for title, methods, datasets in _blocks(rows):
+        counts = {method: [_num_new_tokens(own, dataset) for dataset in datasets] for method, own in methods.items()}
+        if any(len(set(of_set) - {0}) > 1 for of_set in zip(*counts.values(), strict=True)):
+            text = ", ".join(f"{method} {sum(numbers):,.0f}" for method, numbers in counts.items())
+            notes.append(f"New tokens of a run, {title}: {text}.")
+    return notes
+
+
+def _num_new_tokens(rows: list[dict], dataset: str) -> float:
+    numbers = [row["num_new_tokens"] for row in rows if row["dataset"] == dataset]
+    return statistics.fmean(numbers) if numbers else 0
+
+
+def run_notes(results: dict) -> list[str]:
+    """The lossless check of a run, and what is missing from it."""
+    notes = [lossless_line(results)]
+    if results["resumed"]:
+        notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
+    if results["missing_sets"]:
+        notes.append(f"Sets that could not be had, and so were not measured: {', '.join(results['missing_sets'])}.")
+    if results["left_out"]:
+        prompts = {(turn["dataset"], turn["prompt"]) for turn in results["left_out"]}
+        counts = sorted(Counter(dataset for dataset, _ in prompts).items())
+        text = ", ".join(f"{count} of {name}" for name, count in counts)
+        limit = results["max_prompt_tokens"]
+        notes.append(f"Prompts left out, in whole or from a later turn on, as longer than {limit} tokens: {text}.")
+    return notes
 
 
 def lossless_line(results: dict) -> str:
@@ -277,5 +363,7 @@ def lossless_line(results: dict) -> str:
         same = "all" if not ties else f"{compared - ties} of"
         text = f"Lossless check passed: {same} {compared} greedy answers are target-only's."
     if ties:
-        text += f" {ties} part where the target's own top-2 gap is at most {check['tie_gap']:g}, a rounding tie."
-    return text if results["complete"] else f"{text} INCOMPLETE: the run was interrupted."
+        text += (
+            f" {ties} part where the target's logits of both tokens are within {check['tie_gap']:g}, a rounding tie."
+        )
+    return text if results["complete"] else f"{text} INCOMPLETE: the run stopped before its end."

@@ -12,7 +12,6 @@ ids are those of a call without it. Works for every `HyperDFlashAssistant`.
 
 import functools
 import threading
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from ..generation_hyperdflash import ROWWISE_PROCESSORS, SpeculativeStats
+from .clock import accelerators, time_at_rest
 
 NUM_ALTERNATIVES = 3
 # What became of a draft, and the target's own token
@@ -130,7 +130,7 @@ class RoundRecorder:
 
     def __enter__(self):
         self._thread = threading.get_ident()  # other threads may use the same models meanwhile
-        self._devices = {p.device for model in (self.target, self.drafter) for p in model.parameters()}
+        self._devices = accelerators(self.target, self.drafter)
         self._undo = ExitStack()
         self._wrap("propose", self._propose)
         self._wrap("assisted_decoding_loop", self._decode)
@@ -154,10 +154,7 @@ class RoundRecorder:
         return self._is_recording and threading.get_ident() == self._thread
 
     def _now(self) -> float:
-        for device in self._devices:
-            if device.type not in ("cpu", "meta"):
-                torch.accelerator.synchronize(device)
-        return time.perf_counter()
+        return time_at_rest(self._devices)
 
     def _decode(self, loop, target, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
         """The drafter's `assisted_decoding_loop`, with this recorder as its streamer."""

@@ -227,20 +227,44 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
     assert row["attainable_speedup"] == pytest.approx(3 * 11 / (34 / 3 + 4 / 3 + 1))
 
 
-def test_warm_up_is_not_recorded_and_the_first_method_rotates(target, tokenizer, tmp_path, monkeypatch):
-    calls, names = [], {None: "plain", 2: "two", 3: "three"}
+NUMBERS = (None, 2, 3)  # of drafts, of three arms
+
+
+def lookup_arms() -> list[Arm]:
+    return [PLAIN, *(Arm(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in NUMBERS[1:])]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is decoded: number of drafts, of new tokens, and the temperature."""
+    calls = []
 
     def spy(target, options, ids, **kwargs):
-        calls.append((names[options.get("prompt_lookup_num_tokens")], kwargs["max_new_tokens"]))
+        calls.append((options.get("prompt_lookup_num_tokens"), kwargs["max_new_tokens"], kwargs["temperature"]))
         return timed_call(target, options, ids, **kwargs)
 
     monkeypatch.setattr(module, "timed_call", spy)
-    arms = [PLAIN, *(Arm(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in (2, 3))]
-    results, _ = measure(target, tokenizer, tmp_path, arms, [prompt_set(1, 1, 1, 1)], max_new_tokens=20)
-    assert calls[:3] == [("plain", 16), ("two", 16), ("three", 16)]
-    order = ["plain", "two", "three"]
-    assert [name for name, _ in calls[3:]] == order + order[1:] + order[:1] + order[2:] + order[:2] + order
-    assert {row["num_new_tokens"] for row in results["rows"]} == {80}
+    return calls
+
+
+def test_every_temperature_is_warmed_up_and_that_is_not_recorded(target, tokenizer, tmp_path, calls):
+    """Greedy and sampled decoding run other kernels."""
+    sets, options = [prompt_set(1)], {"temperatures": [0.0, 1.0], "max_new_tokens": 20}
+    results, _ = measure(target, tokenizer, tmp_path, lookup_arms(), sets, **options)
+    for temperature, at in ((0.0, 0), (1.0, 6)):
+        assert calls[at : at + 3] == [(number, 16, temperature) for number in NUMBERS]
+        assert {number for number, *rest in calls[at + 3 : at + 6] if rest == [20, temperature]} == set(NUMBERS)
+    assert [row["num_new_tokens"] for row in results["rows"]] == [20] * 6
+
+
+def test_no_method_always_follows_the_same_one(target, tokenizer, tmp_path, calls):
+    """https://github.com/hemingkx/Spec-Bench/issues/29: what comes before leaves caches and clocks warm or cold."""
+    for folder in ("a", "b"):
+        measure(target, tokenizer, tmp_path / folder, lookup_arms(), [prompt_set(*[1] * 24)], max_new_tokens=2)
+    orders = [tuple(number for number, *_ in calls[i : i + 3]) for i in range(3, len(calls) // 2, 3)]
+    assert len(orders) == 24
+    assert len(set(orders)) == 6
+    assert calls[: len(calls) // 2] == calls[len(calls) // 2 :]  # the same in every run
 
 
 def test_later_turns_follow_the_targets_own_answer_for_every_method(target, tokenizer, tmp_path, monkeypatch):
@@ -328,7 +352,7 @@ def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
     assert results["lossless"]["num_unexplained"] == 1
     (difference,) = results["rows"][1]["differences"]
     assert (difference["position"], difference["explained"]) == (5, False)
-    assert difference["top2_gap"] > results["lossless"]["tie_gap"]
+    assert difference["gap"] > results["lossless"]["tie_gap"]
     out = capsys.readouterr().out
     assert "FAILED: 1 of 1" in out
     assert "NOT a tie" in out
@@ -342,12 +366,30 @@ def test_a_difference_at_a_tie_is_explained_and_no_failure(command, monkeypatch)
     assert (results["lossless"]["num_ties"], results["lossless"]["num_unexplained"]) == (1, 0)
 
 
-def test_an_answer_that_only_ends_elsewhere_is_a_difference(command, monkeypatch):
+def test_a_tie_of_the_targets_best_two_tokens_does_not_explain_a_third(command, monkeypatch):
     with_liar(monkeypatch)
-    monkeypatch.setattr(module, "first_difference", lambda target, plain, other: (plain.shape[1], float("nan")))
+    own, best = module.load_target, torch.tensor([900, 901])
+
+    def load(*args):
+        target, tokenizer = own(*args)
+        target.lm_head.register_forward_hook(lambda module, args, logits: logits.index_fill(-1, best, 1e3))
+        return target, tokenizer
+
+    monkeypatch.setattr(module, "load_target", load)
     status, results = command()
     assert status == 1
-    assert results["rows"][1]["differences"][0]["top2_gap"] is None
+    (difference,) = results["rows"][1]["differences"]
+    assert not difference["explained"]
+    assert difference["gap"] > 900
+
+
+def test_an_answer_that_only_ends_elsewhere_is_a_difference(command, monkeypatch):
+    with_liar(monkeypatch)
+    monkeypatch.setattr(module, "first_difference", lambda target, plain, other: (plain.shape[1], float("inf")))
+    status, results = command()
+    assert status == 1
+    (difference,) = results["rows"][1]["differences"]
+    assert (difference["gap"], difference["explained"]) == (None, False)
 
 
 def test_sampled_answers_are_not_compared(command, capsys):
@@ -384,11 +426,17 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
     labels = [row["checkpoint"] for row in results["rows"] if row["method"] == "hyperdflash:3"]
     assert labels == ["a/final"] * 6 + ["b/final"] * 6
     for row in results["rows"]:
-        assert row["draft_share"] + row["verify_share"] + row["other_share"] == pytest.approx(1)
+        shares = [row["draft_share"], row["verify_share"], row["other_share"]]
+        assert (shares[0] is None) == (row["method"] == "prompt-lookup:3")
+        assert sum(share or 0 for share in shares) == pytest.approx(1)
     assert results["environment"]["versions"]["torch"] == torch.__version__
     assert results["environment"]["command"] == (tmp_path / "out" / "command.txt").read_text().strip()
     assert "all 12 greedy answers" in capsys.readouterr().out
-    assert (tmp_path / "out" / "table.md").read_text().count("**") == 2 * 4
+    table = (tmp_path / "out" / "table.md").read_text()
+    assert table.count("**") == 2 * 4
+    for sentence in ("Above temperature 0 every method samples", "prompt-lookup's loop is transformers' own"):
+        assert sentence in table
+        assert sentence in results["definitions"]
 
 
 def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command, tmp_path):
@@ -443,6 +491,30 @@ def test_interrupted_by_the_keyboard_it_leaves_what_it_has(command, tmp_path, mo
     assert (status, results["complete"], results["resumed"]) == (0, True, 4)
 
 
+def test_an_error_leaves_what_was_measured_and_says_where_it_came(command, tmp_path, monkeypatch, capsys):
+    count = iter(range(100))
+
+    def out_of_memory(target, options, ids, **kwargs):
+        if next(count) >= 6 and options:  # two of them for the warm-up
+            raise torch.OutOfMemoryError("out of memory")
+        return timed_call(target, options, ids, **kwargs)
+
+    monkeypatch.setattr(module, "timed_call", out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        command(prompts=("two.jsonl",))
+    where = (
+        "stopped at method hyperdflash:3, checkpoint final, dataset two, mode non-thinking, temperature 0.0, seed 0, "
+    )
+    assert where + "prompt" in capsys.readouterr().err
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert not results["complete"]
+    assert [row["num_new_tokens"] for row in results["rows"]] == [16, 16]
+    assert "INCOMPLETE" in (tmp_path / "out" / "table.md").read_text()
+    monkeypatch.setattr(module, "timed_call", timed_call)
+    status, results = command(prompts=("two.jsonl",))
+    assert (status, results["complete"]) == (0, True)
+
+
 @pytest.mark.slow
 def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, tmp_path):
     options = ["--temperatures", "0", "1", "--seeds", "3", "--max-new-tokens", "40", "--threads", "1"]
@@ -473,7 +545,7 @@ def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, 
         ({"methods": ("hyperdflash:2=a/final",)}, "methods"),
         ({"prompts": ("two.jsonl",)}, "datasets"),
         ({"extra": ("--seeds", "1")}, "seeds [0] (now [1])"),
-        ({"extra": ("--dtype", "float32")}, "dtype auto (now float32)"),
+        ({"extra": ("--dtype", "bfloat16")}, "dtype float32 (now bfloat16)"),
     ],
 )
 def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_path, capsys, options, name):
@@ -483,6 +555,25 @@ def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_p
     assert status == 1
     assert name in capsys.readouterr().err
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value", "message"),
+    [
+        (module, "_device_name", lambda device: "abacus", '(now ["abacus"])'),
+        (torch, "get_num_threads", lambda: 5, "threads 1 (now 5)"),
+        (module, "SOURCES", TINY, "sources"),
+        (module, "version", lambda package: "0.0", "versions"),
+    ],
+)
+def test_records_of_two_machines_or_codes_are_not_mixed(
+    command, tmp_path, monkeypatch, capsys, place, name, value, message
+):
+    command()
+    assert command("--threads", "1", "--dtype", "float32")[0] == 0  # the same, in more words
+    monkeypatch.setattr(place, name, value)
+    assert command()[0] == 1
+    assert message in capsys.readouterr().err
 
 
 def test_a_checkpoint_trained_on_under_the_same_name_is_another_setting(command, target, tmp_path, capsys):
@@ -519,18 +610,20 @@ def no_hub(*args, **kwargs):
     raise ConnectionError("no network here")
 
 
-def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, monkeypatch, capsys):
+def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     status, results = command("--datasets", "gsm8k")
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
     assert results["missing_sets"] == ["gsm8k"]
+    assert "had, and so were not measured: gsm8k." in (tmp_path / "out" / "table.md").read_text()
     assert "the set gsm8k (openai/gsm8k) cannot be had: no network here" in capsys.readouterr().err
     # Later it can be had: the run goes on with it
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 2?"}])
     status, results = command("--datasets", "gsm8k")
     assert (status, results["resumed"]) == (0, 2)
     assert {row["dataset"] for row in results["rows"]} == {"one", "gsm8k"}
+    assert "2 calls were measured by an earlier run" in (tmp_path / "out" / "table.md").read_text()
     # And is another set then
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 3?"}])
     assert command("--datasets", "gsm8k")[0] == 1
@@ -552,6 +645,7 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_pa
     assert sorted((x["prompt"], x["turn"]) for x in results["left_out"]) == [(1, 0), (2, 1)]
     assert all(x["num_prompt_tokens"] > 2040 for x in results["left_out"])
     assert "longer than 2040 tokens: 2 of some" in capsys.readouterr().out
+    assert "longer than 2040 tokens: 2 of some" in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_path, capsys):
@@ -580,6 +674,8 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
         ({"methods": ("target-only:3",)}, "takes neither"),
         ({"methods": ("mtp:3", "mtp:3")}, "twice"),
         ({"methods": ("hyperdflash:3=a/final,a/final",)}, "twice"),
+        ({"methods": ("hyperdflash:3=a/final,./a/final",)}, "twice"),
+        ({"methods": ("hyperdflash:3=a/final", "hyperdflash:3=b/../a/final")}, "twice"),
         ({"methods": ("=",)}, "unknown method '='"),
         ({"prompts": ()}, "no prompts"),
         ({"prompts": ("one.jsonl", "./one.jsonl")}, "'one' is given twice"),
@@ -655,6 +751,25 @@ def test_a_checkpoint_that_is_not_the_methods_is_one_error_before_any_work(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        ("mtp.0.main_proj.weight", "carries DSpark under mtp.*, not the native MTP module"),
+        ("mtp.0.e_proj.scale", "quantised MTP module (mtp.0.e_proj.scale)"),
+    ],
+)
+def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(
+    command, world, target, tensor, message, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(module, "load_target", lambda *args: pytest.fail("loaded"))
+    tensors = mtp_state_dict(DeepseekV4MTP(target.config)) if "scale" in tensor else {}
+    folder = tmp_path / "mtp"
+    folder.mkdir()
+    save_file({**tensors, tensor: torch.ones(1)}, folder / "model.safetensors")
+    assert command(methods=(f"mtp:3={folder}",)) == (1, None)
+    assert message in capsys.readouterr().err
+
+
 def test_a_drafter_for_another_target_is_refused(command, tmp_path, capsys):
     tiny_drafter(tiny_target(vocab_size=64)).save_pretrained(tmp_path / "other")
     assert command(methods=(f"hyperdflash:3={tmp_path / 'other'}",)) == (1, None)
@@ -723,9 +838,14 @@ def test_checkpoints_are_named_by_as_much_of_their_path_as_tells_them_apart():
     assert checkpoint_labels(["org/x", "runs/y"]) == {"org/x": "x", "runs/y": "y"}
 
 
+def test_a_folder_typed_in_two_ways_has_one_short_name(world, monkeypatch):
+    monkeypatch.chdir(world)
+    assert checkpoint_labels(["mean", "./mean", "dflash"]) == {"mean": "mean", "./mean": "mean", "dflash": "dflash"}
+
+
 def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypatch):
     monkeypatch.chdir(world)
-    methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=a/final", "mtp:1=mtp", "mtp:5=mtp"])
+    methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=./a/final", "mtp:1=mtp", "mtp:5=mtp"])
     checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
     arms = load_arms(methods, target, checkpoint, "float32")
     assert arms[1].assistant is arms[2].assistant

@@ -7,7 +7,9 @@ Features, positions and slots that are one off cannot always be told apart: the 
 
 import copy
 import json
+import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +19,15 @@ from tiny_v4 import MASK_TOKEN_ID, SLIDING, random_ids, tiny_drafter, tiny_targe
 
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
 from hyperdflash.generation import check
-from hyperdflash.generation.check import FAIL, OK, WARNING, examine
+from hyperdflash.generation.check import CAUSE_FOUND, FAIL, OK, WARNING, examine
 from hyperdflash.generation.cli import main
 from hyperdflash.generation.demo import PROMPTS, TINY
-from hyperdflash.generation.experiments import Pair
+from hyperdflash.generation.experiments import Pair, Score
 from hyperdflash.generation.generate import load_drafter, load_target
 from hyperdflash.generation.init import init_drafter
-from hyperdflash.generation_hyperdflash import ResidualTap, _Loop
+from hyperdflash.generation.promises import Promise, read_promises
+from hyperdflash.generation.prompt_sets import read_file
+from hyperdflash.generation_hyperdflash import ResidualTap, SpeculativeStats, _Loop
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.blocks import attention_masks, make_blocks
 
@@ -152,17 +156,32 @@ def test_a_fresh_drafter_has_not_been_trained(world, tmp_path, dtype):
     assert "has not been trained" in found.text
 
 
-def test_a_target_with_other_weights_is_named_by_its_tensors(world):
+def another_target(world, noise):
     """As after fine-tuning: every weight of the target a little different."""
     target = copy.deepcopy(world.target)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.is_floating_point():
-                parameter += 0.1 * parameter.std(correction=0) * torch.randn_like(parameter)
-    found = cause(world.pair(world.drafter, target))
+                parameter += noise * parameter.std(correction=0) * torch.randn_like(parameter)
+    return target
+
+
+def test_a_target_with_other_weights_that_accepts_little_is_named_by_its_tensors(world):
+    found = cause(world.pair(world.drafter, another_target(world, 0.5)))
     assert found.check == "fingerprint"
     assert "embed.weight differs" in found.text
+
+
+def test_a_target_with_other_weights_that_accepts_enough_is_a_warning(world):
+    pair = world.pair(world.drafter, another_target(world, 0.05))
+    pair.prompts = pair.prompts[:2]
+    found = check.check_fingerprint(pair)
+    assert found.status == WARNING
+    assert "embed.weight differs" in found.text
+    assert check.check_acceptance(pair).figures["decoding"]["acceptance_length"] > 2
+    pair.promised = [Promise("evaluation.json", True, 20.0)]  # far more than it gives
+    assert check.check_fingerprint(pair).status == FAIL
 
 
 def test_a_drafter_that_was_cast_has_rounded_rotary_frequencies(world):
@@ -189,26 +208,119 @@ def test_a_mode_that_was_not_trained_on_is_a_warning(world):
 
 
 def test_a_folder_that_promises_more_is_a_warning(world):
-    found = check.check_acceptance(world.pair(world.drafter, promised={"evaluation.json": 20.0}))
+    found = check.check_acceptance(world.pair(world.drafter, promised=[Promise("evaluation.json", True, 20.0)]))
     assert found.status == WARNING
-    assert "evaluation.json says tau 20.00" in found.text
+    assert "evaluation.json says tau 20.00" in found.sentence()
+    assert found.figures["promised"][0]["length"] == 20.0
+
+
+def test_expected_figures_are_held_against_blocks_and_decoded_ones_against_decoding(world, monkeypatch):
+    pair = world.pair(world.drafter)
+    monkeypatch.setattr(check, "decoded_rounds", lambda pair: SpeculativeStats([6] * 40, [2, 3] * 20))
+    length = 6.1  # a little too much for 2.5 accepted drafts a round
+    assert sum(pair.configured.acceptance_rates()) > 2.6
+    found = {}
+    for is_decoded in (True, False):
+        pair.promised = [Promise("README.md", is_decoded, length)]
+        found[is_decoded] = check.check_acceptance(pair)
+    assert found[True].status == WARNING
+    assert found[False].status == OK
+    assert "README.md says tau 6.10 at every anchor of an evaluation, and here it is" in found[False].text
+
+
+def test_the_first_position_far_short_of_what_was_promised_is_named(world, monkeypatch):
+    pair = world.pair(world.drafter)
+    monkeypatch.setattr(check, "decoded_rounds", lambda pair: SpeculativeStats([6] * 40, [3] * 30 + [6] * 10))
+    pair.promised = [Promise("evaluation.json", True, 5.65, [1.0, 1.0, 1.0, 0.75, 0.7, 0.6])]
+    found = check.check_acceptance(pair)
+    assert found.status == WARNING
+    assert "(by position 1.00 1.00 1.00 0.75 0.70 0.60), of which position 4 is the first to fall far" in found.text
+    pair.promised = [Promise("evaluation.json", True, 5.65, [1.0, 1.0, 1.0, 0.45, 0.4, 0.4])]
+    assert check.check_acceptance(pair).status == OK
+
+
+def test_a_shortfall_that_few_rounds_explain_is_none():
+    assert check.first_short_position([0.8, 0.1], [0.8, 0.4], number=200) == 2
+    assert check.first_short_position([0.8, 0.1], [0.8, 0.4], number=10) is None
+
+
+def test_rates_of_blocks_leave_out_slots_without_a_label():
+    """Two of three blocks are right at slot 1; of these, one has no slot 2."""
+    correct, valid = torch.tensor([[1, 1], [1, 0], [0, 1]]).bool(), torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
+    rates = Score(correct, valid, torch.zeros(3, 2)).acceptance_rates()
+    assert rates == pytest.approx([2 / 3, 2 / 3])
+
+
+CARD = """| `eval_expected_acceptance_length` | 4.9 | meaning |
+| `eval_acceptance_length` | 3.8 | meaning |
+
+| right | 0.9 | 0.8 |
+| right, and all before it | 0.875 | 0.5 |
+"""
+LOG = [
+    {"eval_acceptance_length": 2.0, "eval_expected_acceptance_length": 9.0},
+    {
+        "eval_acceptance_length": 2.5,
+        "eval_expected_acceptance_length": 3.5,
+        "eval_acceptance_rate_1": 0.75,
+        "eval_acceptance_rate_2": 0.5,
+    },
+    {"loss": 1.0},
+]
+DOMAINS = {
+    "chat": {"acceptance_length": 3.0, "per_position_acceptance_rates": [0.75, 0.5]},
+    "code": {"acceptance_length": 4.0, "per_position_acceptance_rates": [1.0, 0.25]},
+}
+ROW = {"temperature": 0, "num_rounds": 9, "acceptance_length": 3.0, "per_position_acceptance_rates": [0.5, 0.25]}
+ROWS = [
+    {**ROW, "method": "hyperdflash:6", "acceptance_length": 5.0},
+    {**ROW, "method": "hyperdflash:6", "acceptance_length": 4.0},
+    {**ROW, "method": "hyperdflash:6", "temperature": 1.0},
+    {**ROW, "method": "mtp:3"},
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "length"),
+    ("name", "content", "promises"),
     [
-        ("evaluation.json", '{"chat": {"acceptance_length": 9.0}, "mean_acceptance_length": 4.05}', 4.05),
-        ("README.md", "| `eval_expected_acceptance_length` | 3.5 | meaning |", 3.5),
-        (
-            "trainer_state.json",
-            '{"log_history": [{"eval_acceptance_length": 2.0}, {"eval_acceptance_length": 2.5}]}',
-            2.5,
-        ),
+        ("evaluation.json", {**DOMAINS, "mean_acceptance_length": 3.5}, [(True, 3.5, [0.875, 0.375])]),
+        ("evaluation.json", {"mean_acceptance_length": 4.05}, [(True, 4.05, [])]),
+        ("evaluation.json", {"accuracy": 0.5}, []),
+        ("trainer_state.json", {"log_history": LOG}, [(True, 2.5, []), (False, 3.5, [0.75, 0.5])]),
+        ("README.md", CARD, [(True, 3.8, []), (False, 4.9, [0.875, 0.5])]),
+        ("results.json", {"rows": ROWS}, [(True, 4.5, [0.5, 0.25])]),
+        ("results.json", "[1, 2", []),
     ],
+    ids=str,
 )
-def test_what_a_folder_promises_is_read(tmp_path, name, content, length):
-    (tmp_path / name).write_text(content)
-    assert check.read_promises(str(tmp_path), None) == {name: length}
+def test_what_a_folder_promises_is_read(tmp_path, name, content, promises):
+    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    found = read_promises(str(tmp_path))
+    assert [tuple(promise[1:]) for promise in found] == promises
+    assert all(promise.where.startswith(name) for promise in found)
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor of another device, as far as its class tells: `to` brings it here."""
+
+    def to(self, *args, **kwargs):
+        return self.as_subclass(torch.Tensor).to(*args, **kwargs)
+
+
+def test_prompts_and_states_are_brought_to_the_targets_device(world, monkeypatch):
+    """Prompts are made on the CPU, and the last layer of a sharded target is not where its embedding is."""
+    take = ResidualTap.take
+    monkeypatch.setattr(ResidualTap, "take", lambda self: take(self).as_subclass(Elsewhere))
+    pair = Pair(world.target, world.drafter, [world.prompts[0].as_subclass(Elsewhere)])
+    assert type(pair.prompts[0]) is torch.Tensor
+    text = pair.text(world.plain[0], torch.ones_like(world.plain[0]))
+    assert {type(state) for state in text.states.values()} == {torch.Tensor}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: prompts are made on the CPU")
+def test_a_pair_on_a_gpu_passes():
+    options = ["--num-prompts", "2", "--max-new-tokens", "32", "--dtype", "float32", "--device-map", "cuda:0"]
+    assert main(["check", str(TARGET), str(DRAFTER), *options]) == 0
 
 
 class LatePropose(HyperDFlashModel):
@@ -247,6 +359,26 @@ def test_verification_that_changes_the_text_is_named(world, monkeypatch):
     found = check.check_lossless(world.pair(world.drafter))
     assert found.status == FAIL
     assert "greedy outputs differ" in found.text
+
+
+@pytest.mark.parametrize(
+    ("gaps", "status", "words"),
+    [
+        ([1e-6, None, 2e-4], OK, "2 of 3 greedy outputs differ with the drafter, each at a tie of the two tokens"),
+        ([1e-6, 0.5, None], FAIL, "at position 1 by logits that are 0.5 apart"),
+        ([1e-6, None, math.inf], FAIL, "at position 2 where one ends"),
+        ([1e-6, math.nan, 1e-6], FAIL, "at position 1 where one ends, or the logits are no numbers"),
+    ],
+    ids=str,
+)
+def test_one_difference_that_is_no_tie_is_enough(world, monkeypatch, gaps, status, words):
+    pair = world.pair(world.drafter)
+    pair.plain, pair.drafted = range(3), [SimpleNamespace(sequences=None)] * 3
+    differ = lambda target, plain, other: None if gaps[plain] is None else (plain, gaps[plain])  # noqa: E731
+    monkeypatch.setattr(check, "first_difference", differ)
+    found = check.check_lossless(pair)
+    assert found.status == status
+    assert words in found.text
 
 
 # ------------------------------------------------------------------------------------------------------ texts by heart
@@ -452,7 +584,7 @@ def test_data_that_the_target_did_not_write_is_named(school):
 )
 def test_a_drafter_that_cannot_be_loaded_is_the_cause(tmp_path, capsys, changes, words):
     folder = copied_drafter(tmp_path / "drafter", **changes)
-    assert main(["check", str(TARGET), str(folder), "--json"]) == 1
+    assert main(["check", str(TARGET), str(folder), "--json"]) == CAUSE_FOUND
     result = json.loads(capsys.readouterr().out)
     assert words in result["cause"]
     assert result["findings"][-1]["check"] == "loading"
@@ -460,11 +592,11 @@ def test_a_drafter_that_cannot_be_loaded_is_the_cause(tmp_path, capsys, changes,
 
 def test_the_cause_is_named_at_the_end_and_as_json(tmp_path, capsys):
     folder = copied_drafter(tmp_path / "drafter", vocab_size=4000)
-    assert main(["check", str(TARGET), str(folder)]) == 1
+    assert main(["check", str(TARGET), str(folder)]) == CAUSE_FOUND
     lines = capsys.readouterr().out.strip().splitlines()
     assert lines[-1].startswith("Cause: this drafter was made for a target with vocabulary 4000")
     assert [line.split()[0] for line in lines[:-2]] == ["ok", "FAIL"]
-    assert main(["check", str(TARGET), str(folder), "--json"]) == 1
+    assert main(["check", str(TARGET), str(folder), "--json"]) == CAUSE_FOUND
     result = json.loads(capsys.readouterr().out)
     assert [finding["status"] for finding in result["findings"]] == ["ok", "FAIL"]
     assert "hyperdflash init" in result["findings"][1]["fix"]
@@ -482,32 +614,63 @@ def test_warnings_alone_are_no_failure(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "status", "words"),
     [
-        (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompts", "nowhere.jsonl"], "no data file nowhere.jsonl"),
-        (["--max-new-tokens", "3000"], "prompt 1 has 28 tokens"),
-        (["--max-new-tokens", "2", "--num-prompts", "1"], "the target wrote only 1 tokens to judge by"),
+        (["--num-prompts", "0"], 2, "--num-prompts must be at least 1, got 0"),
+        (["--max-new-tokens", "0"], 2, "--max-new-tokens must be at least 1, got 0"),
+        (["--threads", "0"], 2, "--threads must be at least 1, got 0"),
+        (["--threads", "-1"], 2, "--threads must be at least 1, got -1"),
+        (["--prompts", "nowhere.jsonl"], 1, "no data file nowhere.jsonl"),
+        (["--max-new-tokens", "3000"], 1, "prompt 1 has 28 tokens"),
+        (["--max-new-tokens", "2", "--num-prompts", "1"], 1, "the target wrote only 1 tokens to judge by"),
     ],
     ids=str,
 )
-def test_what_cannot_be_checked_is_said_in_one_line(capsys, arguments, words):
-    assert main(["check", str(TARGET), str(DRAFTER), *arguments]) == 1
+def test_what_cannot_be_checked_is_said_in_one_line(capsys, arguments, status, words):
+    """With another exit status than that of a cause."""
+    assert main(["check", str(TARGET), str(DRAFTER), *arguments]) == status != CAUSE_FOUND
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("hyperdflash check: ")
     assert words in error
 
 
-def test_prompts_come_from_rows_of_three_kinds_and_answers_with_them(tmp_path):
+def test_prompts_are_those_of_a_benchmark_and_answers_come_with_them(tmp_path):
     question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    rows = [{"prompt": "one"}, {"turns": ["two", "more"]}, {"messages": [question, answer, question]}]
+    last = {"role": "user", "content": "last"}
+    rows = [
+        {"prompt": "one"},
+        {"turns": ["two", "more"]},
+        {"messages": [question, answer, last]},
+        {"messages": [question, answer, last, answer]},
+        {"instruction": "Add.", "output": "4"},
+    ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     chats = check.read_chats(str(path), 10)
-    assert [chat[0]["content"] for chat in chats] == ["one", "two", "q"]
-    assert [check.prompt_length(chat) for chat in chats] == [1, 1, 1]
+    assert [[message["content"] for message in chat] for chat, _ in chats] == [
+        ["one"],
+        ["two"],
+        ["q", "a", "last"],
+        ["q", "a", "last"],
+        ["Add."],
+    ]
+    assert [[message["content"] for message in answers] for _, answers in chats] == [[], [], [], ["a"], ["4"]]
+    asked = [[*prompt.history, {"role": "user", "content": prompt.turns[0]}] for prompt in read_file(path).prompts]
+    assert [chat for chat, _ in chats] == asked
     assert len(check.read_chats(str(path), 2)) == 2
-    path.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n')
-    with pytest.raises(ValueError, match=r"prompts.jsonl:1: the row has no user turn"):
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "no user message"),
+        ({"turns": [" "]}, "must be a list of texts"),
+        ({"messages": [{"role": "user", "content": None}]}, "content"),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_no_prompt_is_named_before_the_target_is_loaded(tmp_path, row, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"prompts.jsonl:1 is no prompt: .*{words}"):
         check.read_chats(str(path), 1)

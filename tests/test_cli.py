@@ -2,6 +2,8 @@
 
 import io
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,13 +144,34 @@ def test_misspelled_and_abbreviated_options_are_usage_errors(argv, capsys):
     capsys.readouterr()
 
 
-def test_first_difference_reports_the_targets_own_gap():
-    class Target:
-        def __call__(self, ids, **kwargs):
-            logits = torch.zeros(1, ids.shape[1], 5)
-            logits[0, -1, :2] = torch.tensor([2.0, 1.5])
-            return type("Output", (), {"logits": logits})
+class FixedTarget:
+    """Thinks the same of every position; its top-2 gap is a rounding tie."""
 
-    plain, other = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[1, 2, 4, 4]])
-    assert first_difference(Target(), plain, plain) is None
-    assert first_difference(Target(), plain, other) == (2, 0.5)
+    device = torch.device("cpu")
+
+    def __init__(self, logits=(2.0, 0.5, 2.0, 1.5, 0.0)):
+        self.logits = torch.tensor(logits)
+
+    def __call__(self, ids, **kwargs):
+        assert ids.device == self.device
+        return SimpleNamespace(logits=self.logits.expand(1, ids.shape[1], 5))
+
+
+def test_first_difference_reports_the_gap_of_the_two_tokens_not_the_targets_top_2():
+    plain = torch.tensor([[1, 2, 0, 4]])
+    assert first_difference(FixedTarget(), plain, plain) is None
+    for token, gap in ((2, 0.0), (3, 0.5), (1, 1.5), (4, 2.0)):
+        assert first_difference(FixedTarget(), plain, torch.tensor([[1, 2, token, 4]])) == (2, gap)
+        assert first_difference(FixedTarget(), torch.tensor([[1, 2, token, 4]]), plain) == (2, gap)
+
+
+def test_no_tie_explains_a_run_that_only_ends_earlier_or_logits_that_are_no_numbers():
+    plain, other = torch.tensor([[1, 2, 0, 4]]), torch.tensor([[1, 2, 2, 4]])
+    assert first_difference(FixedTarget(), plain, plain[:, :3]) == (3, math.inf)
+    assert first_difference(FixedTarget((float("nan"),) * 5), plain, other) == (2, math.inf)
+
+
+def test_first_difference_moves_ids_to_the_targets_device():
+    target = FixedTarget()
+    target.device = torch.device("meta")
+    assert first_difference(target, torch.tensor([[1, 2, 0]]), torch.tensor([[1, 2, 3]])) == (2, 0.5)

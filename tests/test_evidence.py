@@ -6,7 +6,7 @@ import pytest
 
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
-from hyperdflash.training.arguments import recipe_values
+from hyperdflash.training.arguments import load_recipe, recipe_values
 
 sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
@@ -23,7 +23,8 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     named = {setting.partition("=")[0] for setting in run.settings}
     assert changed - named <= {"output_dir", "seed", "drafter"}
     assert values["max_steps"] == (recipe["max_steps"] if run.group == "headline" else baselines.ABLATION_STEPS)
-    assert values["drafter"] == recipe["drafter"] | run.drafter
+    assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
+    load_recipe(baselines.RECIPE, run.overrides())
 
 
 def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
@@ -80,15 +81,25 @@ def test_the_better_of_the_two_mtp_modules_counts():
     assert evidence.best_mtp(ROWS, 6, "speedup", 0) == pytest.approx(1.4)
 
 
+def test_a_part_of_a_round_that_is_not_told_apart_is_left_blank(monkeypatch):
+    times = {"temperature": 0.0, "verify_seconds": 0.008, "other_seconds": 0.002, "efficiency": 0.9}
+    rows = [{**times, "method": "prompt-lookup:6", "draft_seconds": None}]
+    rows += [{**times, "method": name, "draft_seconds": 0.001} for name in ("target-only", "fc:6")]
+    monkeypatch.setattr(evidence, "read_rows", lambda group: rows)
+    monkeypatch.setattr(evidence, "METHODS", {"prompt-lookup:6": "lookup", "fc:6": "fc"})
+    lines = evidence.rounds().splitlines()[2:]
+    assert lines[1] == "| lookup | – | 8.0 | 2.0 | 0.90 |"
+    assert lines[2] == "| fc | 1.0 | 8.0 | 2.0 | 0.90 |"
+
+
 def test_a_table_of_the_document_is_replaced_and_nothing_else(monkeypatch):
-    monkeypatch.setitem(evidence.TABLES, "claims", lambda: "| new |")
+    monkeypatch.setattr(evidence, "TABLES", {"claims": lambda: "| new |"})
     text = "before\n<!-- claims -->\n| old |\n| table |\n<!-- end -->\nafter\n"
     assert evidence.filled(text) == "before\n<!-- claims -->\n| new |\n<!-- end -->\nafter\n"
-    with pytest.raises(KeyError):
-        evidence.filled("<!-- unknown -->\n<!-- end -->")
 
 
-def test_the_document_says_what_the_results_say():
-    assert evidence.filled(evidence.DOCUMENT.read_text(encoding="utf-8")) == evidence.DOCUMENT.read_text(
-        encoding="utf-8"
-    )
+@pytest.mark.parametrize("text", ["no table", "<!-- claims -->\n<!-- end -->\n<!-- other -->\n<!-- end -->"])
+def test_a_document_without_its_tables_or_with_others_is_refused(monkeypatch, text):
+    monkeypatch.setattr(evidence, "TABLES", {"claims": lambda: "| new |"})
+    with pytest.raises(ValueError, match="the document has the tables"):
+        evidence.filled(text)

@@ -147,3 +147,8 @@ def test_what_is_wrong_with_a_checkpoints_module_is_named(tmp_path):
     save_file(tensors, file)
     with pytest.raises(ValueError, match="does not fit the target's config"):
         load_mtp(tmp_path, tiny_config(hidden_size=48))
+
+
+def test_experts_run_as_the_targets_do():
+    target = tiny_target()
+    assert tiny_mtp(target).config._experts_implementation == target.config._experts_implementation == "grouped_mm"

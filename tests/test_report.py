@@ -9,9 +9,28 @@ import pytest
 
 from hyperdflash.generation.cli import main
 from hyperdflash.generation.plot import acceptance_curve
-from hyperdflash.generation.report import bootstrap, lossless_line, make_rows, make_tables, to_csv, to_markdown
+from hyperdflash.generation.report import (
+    bootstrap,
+    lossless_line,
+    make_interval_tables,
+    make_rows,
+    make_tables,
+    run_notes,
+    to_csv,
+    to_markdown,
+    token_notes,
+)
 
 LOSSLESS = {"num_compared": 4, "num_ties": 0, "num_unexplained": 0, "tie_gap": 0.001}
+RESULTS = {
+    "complete": True,
+    "resumed": 0,
+    "missing_sets": [],
+    "left_out": [],
+    "max_prompt_tokens": 100,
+    "lossless": LOSSLESS,
+}
+ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)"}
 CELL = {"checkpoint": None, "dataset": "s", "mode": "non-thinking", "temperature": 0.0, "seed": 0, "turn": 0}
 
 
@@ -112,6 +131,33 @@ def test_an_answer_of_one_token_weighs_nothing():
     assert only["speedup"] is only["tokens_per_second"] is only["draft_share"] is only["attainable_speedup"] is None
 
 
+def test_without_a_round_there_is_no_acceptance_length():
+    """Not 1.00, which rounds that all failed would have."""
+    records = [
+        record("target-only", 0, tokens=8, seconds=8.0, steps=(8, 8.0, 6.0, 0.0)),
+        record("prompt-lookup:3", 0, tokens=8, seconds=8.0, drafts=[], accepted=[], steps=(8, 8.0, 6.0, 0.0)),
+    ]
+    row = make_rows(records, [], 2)[1]
+    assert row["num_rounds"] == row["spec_decode_num_drafts"] == 0
+    for name in ("acceptance_length", "accepted_drafts", "per_position_acceptance_rates"):
+        assert row[name] is None
+    assert row["conditional_acceptance_rates"] is None
+    assert "| prompt-lookup:3 | 1.00x | – |" in to_markdown([row], [])
+    assert acceptance_curve([row]) == []
+    records[1] |= {"num_drafts": [3], "num_accepted": [0]}
+    assert make_rows(records, [], 2)[1]["acceptance_length"] == 1
+
+
+def test_prompt_lookups_drafting_is_not_told_apart():
+    plain, drafted = two_prompts()[:2]
+    row = make_rows([plain, drafted | {"method": "prompt-lookup:3", "draft_seconds": 0.0}], [], 2)[1]
+    assert row["draft_share"] is row["draft_seconds"] is None
+    assert (row["verify_share"], row["other_share"]) == (2.5 / 4, 1.5 / 4)
+    assert row["attainable_speedup"] is not None
+    assert "prompt-lookup's loop is transformers' own" in to_markdown([row], [])
+    assert "transformers' own" not in to_markdown([row | {"method": "m:3"}], [])
+
+
 def test_turns_that_a_method_has_not_answered_are_left_out_for_all():
     rows = make_rows(two_prompts()[:-1], [], 2)
     assert [row["num_new_tokens"] for row in rows] == [16, 16]
@@ -125,7 +171,9 @@ def row(method, dataset, speedup, tau, **kwargs):
         "method": method,
         **cell,
         "dataset": dataset,
+        "num_new_tokens": 10,
         "acceptance_length": tau,
+        "acceptance_length_interval": None if tau is None else [tau - 0.5, tau + 0.5],
         "per_position_acceptance_rates": rates,
         "speedup": speedup,
         "speedup_interval": None if tau is None else [speedup - 0.1, speedup + 0.2],
@@ -160,6 +208,35 @@ def test_the_table_has_methods_down_and_sets_across():
     assert text.endswith("A note.\n")
 
 
+def test_one_checkpoint_and_seed_has_its_interval_where_others_have_their_spread():
+    ((title, header, lines),) = make_interval_tables(three_methods())
+    assert title == "non-thinking, temperature 0: 95% intervals over prompts"
+    assert header == ["method", "a speed-up", "a tau", "b speed-up", "b tau"]
+    assert lines == [["n:6", "[2.90, 3.20]", "[3.50, 4.50]", "–", "–"]]
+    text = to_markdown(three_methods(), [])
+    assert "| n:6 | [2.90, 3.20] | [3.50, 4.50] | – | – |" in text
+    assert make_interval_tables(three_methods()[:-1]) == []
+
+
+def test_new_tokens_are_told_where_methods_wrote_different_numbers():
+    """Sampled answers are each method's own and stop where they end."""
+    rows = [
+        row("target-only", "a", 1.0, None, temperature=1.0),
+        row("target-only", "b", 1.0, None, temperature=1.0, num_new_tokens=2000),
+        *(
+            row("m:3", "a", 2.0, 3.0, temperature=1.0, checkpoint=c, num_new_tokens=n)
+            for c, n in (("x", 8), ("y", 10))
+        ),
+        row("m:3", "b", 2.0, 3.0, temperature=1.0, checkpoint="x", num_new_tokens=2000),
+        *(row(method, "a", 1.0, None) for method in ("target-only", "m:3")),
+    ]
+    notes = ["New tokens of a run, non-thinking, temperature 1: target-only 2,010, m:3 2,009."]
+    assert token_notes(rows) == notes
+    assert notes[0] in to_markdown(rows, [])
+    assert "Above temperature 0 every method samples" in to_markdown(rows, [])
+    assert "samples" not in to_markdown(rows[-2:], [])
+
+
 def test_every_mode_and_temperature_has_a_table_of_its_own():
     rows = [row("m:3", "a", 2.0, 3.0, mode=m, temperature=t) for m in ("non-thinking", "thinking") for t in (0.0, 0.6)]
     titles = [title for title, _, _ in make_tables(rows)]
@@ -178,14 +255,25 @@ def test_the_csv_is_flat():
 
 
 def test_the_lossless_line_says_what_was_found():
-    results = {"complete": True, "lossless": LOSSLESS}
+    results = RESULTS
     assert "passed: all 4 greedy answers" in lossless_line(results)
     ties = lossless_line({"complete": True, "lossless": LOSSLESS | {"num_ties": 1}})
     assert "passed: 3 of 4" in ties
-    assert "at most 0.001, a rounding tie" in ties
+    assert "of both tokens are within 0.001, a rounding tie" in ties
     assert "FAILED: 2 of 4" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_unexplained": 2}})
     assert "not made" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_compared": 0}})
     assert "INCOMPLETE" in lossless_line({"complete": False, "lossless": LOSSLESS})
+
+
+def test_what_a_run_lacks_is_noted():
+    assert len(run_notes(RESULTS)) == 1
+    left_out = [{"dataset": "s", "prompt": prompt, "turn": turn} for prompt, turn in ((0, 0), (0, 1), (3, 1))]
+    notes = run_notes(RESULTS | {"resumed": 7, "missing_sets": ["gsm8k", "mbpp"], "left_out": left_out})
+    assert notes[1:] == [
+        "7 calls were measured by an earlier run of the same command.",
+        "Sets that could not be had, and so were not measured: gsm8k, mbpp.",
+        "Prompts left out, in whole or from a later turn on, as longer than 100 tokens: 2 of s.",
+    ]
 
 
 def test_the_curve_weighs_sets_equally_and_counts_positions_never_drafted_as_rejected():
@@ -196,9 +284,10 @@ def test_the_curve_weighs_sets_equally_and_counts_positions_never_drafted_as_rej
 # ---------------------------------------------------------------------------------------------------- hyperdflash plot
 
 
-def results_folder(path, rows):
+def results_folder(path, rows, **environment):
     path.mkdir()
-    (path / "results.json").write_text(json.dumps({"complete": True, "lossless": LOSSLESS, "rows": rows}))
+    results = RESULTS | {"environment": ENVIRONMENT | environment, "rows": rows}
+    (path / "results.json").write_text(json.dumps(results))
     return str(path)
 
 
@@ -218,6 +307,18 @@ def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, ca
         assert picture.startswith(b"\x89PNG")
         assert 5_000 < len(picture) < 300_000
     assert "both: table.md" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("target_fingerprint", "beef"), ("dtype", "bfloat16"), ("device", "cuda (loom)")]
+)
+def test_plot_mixes_no_targets_dtypes_or_devices(name, value, tmp_path, capsys):
+    first = results_folder(tmp_path / "one", three_methods())
+    second = results_folder(tmp_path / "two", [row("o:6", "a", 2.5, 3.5)], **{name: value})
+    assert main(["plot", first, second, "--output", str(tmp_path / "both")]) == 1
+    message = f"two/results.json cannot be used: it has {name} {value}, but {first} has {ENVIRONMENT[name]}"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "both").exists()
 
 
 @pytest.mark.parametrize("case", ["missing", "broken", "lacking", "twice", "no rows", "foreign output", "file output"])

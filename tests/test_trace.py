@@ -13,7 +13,7 @@ from chromium import CHROMIUM, Page
 from tiny_v4 import greedy, random_ids, scripted_drafter, tiny_drafter, tiny_target
 from transformers import AutoTokenizer
 
-from hyperdflash.generation import rounds
+from hyperdflash.generation import clock
 from hyperdflash.generation.cli import main
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP
@@ -196,7 +196,7 @@ def test_times_are_split_by_where_they_passed_and_leave_recording_out(target, to
     """With a clock that moves on by a second each time it is read: on entering and leaving `propose` and the forward,
     before and after a round is written down, and at both ends of the call."""
     ticks = itertools.count()
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     recorder, _ = record(target, scripted_drafter(target, greedy(target, PROMPT, 16), 2), tokenizer)
     parts = [(r.draft_s, r.verify_s, r.other_s) for r in recorder.rounds]
     assert parts == [(0, 1, 2), *[(1, 1, 3)] * 5]

@@ -35,7 +35,25 @@ logger = logging.get_logger(__name__)
 EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
 
 
-class HyperDFlashTrainer(Trainer):
+class EpochTrainer(Trainer):
+    """A `Trainer` whose batches come in the order of `EpochSampler`."""
+
+    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
+        args = self.args
+        self._sampler = EpochSampler(
+            self.train_dataset.rows["length"],
+            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            args.seed if args.data_seed is None else args.data_seed,
+            group_by_length=args.train_sampling_strategy == "group_by_length",
+        )
+        return self._sampler
+
+    def _run_epoch(self, *, epoch: int, **kwargs):
+        self._sampler.set_epoch(epoch)  # the library does not reach it behind every wrapper that resuming adds
+        return super()._run_epoch(epoch=epoch, **kwargs)
+
+
+class HyperDFlashTrainer(EpochTrainer):
     """Trains a [`HyperDFlashModel`], or a `PeftModel` of one.
 
     Args:
@@ -91,20 +109,6 @@ class HyperDFlashTrainer(Trainer):
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
     # ------------------------------------------------------------------------------------------------------- batches
-
-    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
-        args = self.args
-        self._sampler = EpochSampler(
-            self.train_dataset.rows["length"],
-            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            args.seed if args.data_seed is None else args.data_seed,
-            group_by_length=args.train_sampling_strategy == "group_by_length",
-        )
-        return self._sampler
-
-    def _run_epoch(self, *, epoch: int, **kwargs):
-        self._sampler.set_epoch(epoch)  # the library does not reach it behind every wrapper that resuming adds
-        return super()._run_epoch(epoch=epoch, **kwargs)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one optimizer step with their blocks, and the valid slots of all of them, `(S,)`."""

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyperdflash.generation.init import new_drafter, written_whole
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.batches import collate
-from hyperdflash.training.card import list_checkpoints
+from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.features import new_drafter_config
 from hyperdflash.training.files import write_atomically
 from hyperdflash.training.target import TargetHead
@@ -68,9 +68,13 @@ class Run:
         return self.name.startswith("mtp")
 
     @property
+    def drafter_options(self) -> dict:
+        return load_recipe(RECIPE).drafter | self.drafter
+
+    @property
     def method(self) -> str:
         """As `hyperdflash benchmark --methods` takes it."""
-        drafter = load_recipe(RECIPE).drafter | self.drafter
+        drafter = self.drafter_options
         kind = {"hidden_layers": "dflash", "fc": "fc", "mean": "mean"}
         name = kind.get(drafter.get("context_source"), kind.get(drafter.get("reducer"), "hyperdflash"))
         return f"{name}:{drafter['block_size'] - 1}={self.output / 'final'}"
@@ -78,7 +82,8 @@ class Run:
     def overrides(self) -> list[str]:
         if self.is_mtp:
             return list(self.settings)
-        drafter = load_recipe(RECIPE).drafter | self.drafter
+        from_weights = any(setting.startswith("init_from=") for setting in self.settings)
+        drafter = {} if from_weights else self.drafter_options  # weights bring their sizes
         return [f"output_dir={self.output}", f"seed={self.seed}", f"drafter={json.dumps(drafter)}", *self.settings]
 
     def command(self) -> list[str]:
@@ -88,6 +93,7 @@ class Run:
 
 
 HIDDEN = {"context_source": "hidden_layers", "reducer": "fc"}
+SAME_LAYERS = {**HIDDEN, "target_layer_ids": [1, 2, 3]}  # as four layers read, for drafters of fewer
 HIDDEN_FEATURES = f"features_dir={BUILD / 'features-hidden-layers'}"
 METHODS = {
     "hyperdflash": ("the method: gated reducer, KL on two slots", {}, ()),
@@ -114,6 +120,18 @@ ABLATIONS = {
     "kl-6-slots": ("KL on all six slots", {}, ("kl_num_slots=6",)),
     "gamma-0": ("all slots weigh alike", {}, ("gamma=0",)),
     "gamma-2": ("slot weights decay twice as fast", {}, ("gamma=2",)),
+    "layers-1": ("one layer", {"num_hidden_layers": 1}, ()),
+    "layers-1-hidden": (
+        "one layer; intermediate layers, dense projection",
+        {"num_hidden_layers": 1, **SAME_LAYERS},
+        (HIDDEN_FEATURES,),
+    ),
+    "layers-2": ("two layers", {"num_hidden_layers": 2}, ()),
+    "layers-2-hidden": (
+        "two layers; intermediate layers, dense projection",
+        {"num_hidden_layers": 2, **SAME_LAYERS},
+        (HIDDEN_FEATURES,),
+    ),
     "block-4": ("three drafts", {"block_size": 4}, ()),
     "block-10": ("nine drafts", {"block_size": 10}, ()),
 }
@@ -134,11 +152,21 @@ def runs() -> list[Run]:
     return out
 
 
+def train(run: Run) -> None:
+    """Run its command, after what it needs. Raises `CalledProcessError`."""
+    if HIDDEN_FEATURES in run.settings:
+        features = ["-m", "hyperdflash", "features", RECIPE, *run.overrides()]
+        subprocess.run([sys.executable, *features], cwd=ROOT, check=True)
+    if f"init_from={RANDOM_GATE}" in run.settings and not (ROOT / RANDOM_GATE).exists():
+        write_random_gate()
+    subprocess.run([sys.executable, *run.command()], cwd=ROOT, check=True)
+
+
 def write_random_gate() -> None:
     """A new drafter whose gate does not come from the target."""
     args = load_recipe(RECIPE)
     head = TargetHead.load(args.features_dir)
-    drafter = new_drafter(new_drafter_config(args, head.config), head.identity(), seed=0)
+    drafter = new_drafter(new_drafter_config(args, head.config), head.identity(), seed=SEEDS[0])  # the base run's
     torch.manual_seed(0)
     drafter._init_weights(drafter.reducer)
     with written_whole(RANDOM_GATE) as folder:
@@ -147,9 +175,8 @@ def write_random_gate() -> None:
 
 def summarize(run: Run) -> None:
     """Write down what the run was, its budget, and its curve."""
-    state = json.loads((ROOT / list_checkpoints(ROOT / run.output)[-1] / "trainer_state.json").read_text())
-    args = load_recipe(RECIPE, [setting for setting in run.overrides() if not setting.startswith("--")])
-    parameters, flops, tokens_an_epoch = costs(run, args)
+    state = read_state(list_checkpoints(ROOT / run.output)[-1])
+    parameters, flops, tokens_an_epoch = costs(run, load_recipe(RECIPE, run.overrides()))
     steps = state["global_step"]
     tokens = round(tokens_an_epoch * state["epoch"])
     names = ("eval_acceptance_length", "eval_expected_acceptance_length", "eval_ce", "eval_kl")
@@ -177,18 +204,16 @@ def summarize(run: Run) -> None:
 
 def costs(run: Run, args) -> tuple[int, float, int]:
     """Parameters, FLOP of forward and backward a token (matrix products, on sixteen texts), tokens an epoch."""
-    from train_mtp import load_mtp, mtp_loss  # beside this file
+    from train_mtp import load_module, mtp_loss  # beside this file
 
-    args.hub_token, args.eval_strategy = None, "no"
     parts = prepare(args)
-    trainer = make_trainer(args, parts)
     batch = collate([parts.train_dataset[i] for i in range(0, 1600, 100)])
     with FlopCounterMode(display=False) as counter:
         if run.is_mtp:
-            model = load_mtp(args.target, parts.features.head.config).float()
-            mtp_loss(model, parts.features, batch)[0].backward()
+            model = load_module(args.target, parts.features.head.config)
+            mtp_loss(model, parts.features, batch).backward()
         else:
-            model = parts.drafter
+            model, trainer = parts.drafter, make_trainer(args, parts)
             trainer.compute_loss(model, trainer._add_blocks(batch, 0)).backward()
     parameters = sum(p.numel() for p in model.parameters())
     return parameters, counter.get_total_flops() / int(batch["lengths"].sum()), sum(parts.train_dataset.rows["length"])
@@ -206,18 +231,21 @@ def main() -> None:
     if unknown := set(args.only or ()) - {run.name for run in chosen}:
         parser.error(f"no run named {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
+    failed = []
     for run in chosen:
-        if run.summary.exists():
+        if run.summary.exists() and (ROOT / run.output / "final").exists():
             print(f"{run.name}: done", flush=True)
             continue
         print(f"{run.name}: {run.what}", flush=True)
-        if HIDDEN_FEATURES in run.settings:
-            features = ["-m", "hyperdflash", "features", RECIPE, *run.overrides()]
-            subprocess.run([sys.executable, *features], cwd=ROOT, check=True)
-        if f"init_from={RANDOM_GATE}" in run.settings and not (ROOT / RANDOM_GATE).exists():
-            write_random_gate()
-        subprocess.run([sys.executable, *run.command()], cwd=ROOT, check=True)
-        summarize(run)
+        try:
+            train(run)
+        except subprocess.CalledProcessError as error:
+            print(f"{run.name} failed: {shlex.join(error.cmd)}", file=sys.stderr, flush=True)
+            failed.append(run.name)
+        else:
+            summarize(run)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Writes `evaluation.json` into the drafter's folder. A tiny stand-in: not compara
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -47,7 +48,9 @@ def main() -> None:
             num_tokens += plain.sequences.shape[1] - prompt.shape[1]
             stats.extend(drafted.speculation)
             if (difference := first_difference(target, plain.sequences, drafted.sequences)) is not None:
-                differences.append({"domain": domain, "position": difference[0], "top2_gap": difference[1]})
+                position, gap = difference
+                gap = gap if math.isfinite(gap) else None  # JSON knows no infinity
+                differences.append({"domain": domain, "position": position, "gap": gap})
         report[domain] = {
             "num_new_tokens": num_tokens,
             "tokens_per_second": num_tokens / drafted_s,

@@ -12,8 +12,9 @@ import json
 import re
 import sys
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
+from hyperdflash.generation.report import spread, table
 from hyperdflash.training.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,17 +65,6 @@ def means(rows: list[dict], name: str) -> list[float]:
     for row in rows:
         values.setdefault(row["checkpoint"], []).append(row[name])
     return [fmean(v) for v in values.values()]
-
-
-def spread(values: list[float], form: str = "{:.2f}") -> str:
-    """Mean, and the standard deviation where there are several."""
-    text = form.format(fmean(values))
-    return f"{text} ± {stdev(values):.2f}" if len(values) > 1 else text
-
-
-def table(header: list[str], lines: list[list[str]]) -> str:
-    rows = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -146,7 +136,8 @@ def rounds() -> str:
     lines = []
     for method, label in {"target-only": "plain decoding", **METHODS}.items():
         own = rows_of(rows, method)
-        cells = [f"{1000 * fmean(row[f'{part}_seconds'] for row in own):.1f}" for part in ("draft", "verify", "other")]
+        seconds = ([row[f"{part}_seconds"] for row in own] for part in ("draft", "verify", "other"))
+        cells = ["–" if None in part else f"{1000 * fmean(part):.1f}" for part in seconds]  # of lookup none is told
         efficiency = [row["efficiency"] for row in own if row["efficiency"] is not None]
         lines.append([label, *cells, f"{fmean(efficiency):.2f}" if method != "target-only" else "–"])
     return table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
@@ -169,7 +160,10 @@ def training() -> str:
 
 
 def ablations() -> str:
-    """tau of every ablation on the held-out prompts, and its difference to the method itself."""
+    """tau of every ablation on the held-out prompts, its difference to the method itself, and the first positions.
+
+    Drafters of other block sizes draft more or fewer tokens, so that only their positions compare.
+    """
     rows, runs = read_rows("ablations"), read_training()
     by_name = {}
     for row in rows:
@@ -180,9 +174,11 @@ def ablations() -> str:
     for name, own in by_name.items():
         tau = fmean(row["acceptance_length"] for row in own)
         rates = [fmean(column) for column in zip(*(row["per_position_acceptance_rates"] for row in own), strict=True)]
-        cells = [f"{tau:.2f}", f"{tau - base:+.2f}", f"{rates[0]:.2f}", f"{rates[-1]:.2f}"]
-        lines.append([f"`{name.removeprefix('ablation-')}`", runs[name]["what"], *cells])
-    return table(["run", "", "tau", "difference", "first position", "last position"], lines).replace("---:", "---", 1)
+        difference = f"{tau - base:+.2f}" if len(rates) == 6 else "–"
+        shown = [f"{rate:.2f}" for rate in rates[:3]]
+        lines.append([f"`{name.removeprefix('ablation-')}`", runs[name]["what"], f"{tau:.2f}", difference, *shown])
+    header = ["run", "", "tau", "difference", "position 1", "2", "3"]
+    return table(header, lines).replace("---:", "---", 1)
 
 
 def reducers() -> str:
@@ -238,7 +234,10 @@ def draw_learning() -> None:
 
 
 def filled(text: str) -> str:
-    """The document with its tables made anew. Raises `KeyError` for a table that nothing makes."""
+    """The document with its tables made anew. Raises `ValueError` where its tables are not those of `TABLES`."""
+    found = re.findall(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", text, flags=re.DOTALL)
+    if sorted(found) != sorted(TABLES):
+        raise ValueError(f"the document has the tables {found}; there are {list(TABLES)}")
     return re.sub(
         r"<!-- ([^>]+?) -->\n.*?<!-- end -->",
         lambda match: f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->",

@@ -13,23 +13,24 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, Trainer, TrainerControl, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoTokenizer, TrainerControl, TrainingArguments, set_seed
 from transformers.utils import logging
 
 from hyperdflash.generation.generate import load_target
-from hyperdflash.generation.mtp import load_mtp, mtp_state_dict
+from hyperdflash.generation.init import written_whole
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
 from hyperdflash.training.arguments import load_recipe
-from hyperdflash.training.batches import EpochSampler, SampleDataset, collate
+from hyperdflash.training.batches import SampleDataset, collate
+from hyperdflash.training.card import list_checkpoints, read_state
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.features import OfflineFeatures, feature_settings, tapped_config
-from hyperdflash.training.trainer import decode_prompts
+from hyperdflash.training.trainer import EpochTrainer, decode_prompts
 
 RECIPE = "training/recipes/tiny_headline.yaml"
 LEARNING_RATE = 1e-3
 
 
-class MTPTrainer(Trainer):
+class MTPTrainer(EpochTrainer):
     """Cross-entropy of the token after the next one; evaluation is real decoding with six drafts.
 
     Args:
@@ -41,19 +42,9 @@ class MTPTrainer(Trainer):
         super().__init__(model, args, data_collator=collate, **kwargs)
         self.recipe, self.target, self.features = recipe, target, features
 
-    def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
-        lengths = self.train_dataset.rows["length"]
-        self._sampler = EpochSampler(lengths, self._train_batch_size, self.args.seed, group_by_length=True)
-        return self._sampler
-
-    def _run_epoch(self, *, epoch: int, **kwargs):
-        self._sampler.set_epoch(epoch)
-        return super()._run_epoch(epoch=epoch, **kwargs)
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """The module at position t reads the residual of t and the token t + 1, and predicts t + 2."""
-        loss, _ = mtp_loss(model, self.features, inputs)
-        return loss
+        return mtp_loss(model, self.features, inputs)
 
     def evaluate(self, *args, metric_key_prefix: str = "eval", **kwargs) -> dict[str, float]:
         recipe = self.recipe
@@ -70,16 +61,22 @@ class MTPTrainer(Trainer):
         return metrics
 
 
-def mtp_loss(model, features, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loss, and the share of the tokens that are predicted rightly, over those that the target wrote after its own."""
+def load_module(target: str, config) -> DeepseekV4MTP:
+    """The target's module in fp32; its experts run one by one, which all runs did and whose FLOP can be counted."""
+    mtp = load_mtp(target, config, max_drafts=6).float()
+    mtp.set_experts_implementation("eager")
+    return mtp
+
+
+def mtp_loss(model, features, batch: dict) -> torch.Tensor:
+    """Cross-entropy of the tokens that the target wrote after its own."""
     input_ids, supervised = batch["input_ids"], batch["loss_mask"].bool()
     next_ids, residual, head = input_ids[:, 1:-1], features(batch).residual[:, :-2].float(), features.head
     hidden, _ = model(head.embed(next_ids).float(), residual, next_ids)
     keep = supervised[:, 1:-1] & supervised[:, 2:]  # as in decoding, the token t + 1 is the target's own
     with torch.autocast(hidden.device.type, enabled=False):
         logits = F.linear(hidden[keep].to(head.lm_head.dtype), head.lm_head).float()
-    labels = input_ids[:, 2:][keep]
-    return F.cross_entropy(logits, labels), (logits.argmax(-1) == labels).float().mean()
+    return F.cross_entropy(logits, input_ids[:, 2:][keep])
 
 
 def main() -> None:
@@ -102,13 +99,14 @@ def main() -> None:
     eval_rows, _ = load_recipe_data(recipe, recipe.eval_data, tokenizer)
     stored = OfflineFeatures(recipe.features_dir, feature_settings(recipe, rows, tokenizer, tapped_config(recipe)))
     trainer = MTPTrainer(
-        load_mtp(recipe.target, target.config, max_drafts=6).float(),
+        load_module(recipe.target, target.config),
         TrainingArguments(
             output_dir=str(out),
             seed=args.seed,
             use_cpu=True,
             bf16=True,
             max_steps=recipe.max_steps,
+            train_sampling_strategy=recipe.train_sampling_strategy,
             per_device_train_batch_size=recipe.per_device_train_batch_size,
             learning_rate=args.learning_rate,
             adam_beta2=recipe.adam_beta2,
@@ -131,9 +129,13 @@ def main() -> None:
         train_dataset=SampleDataset(rows, stored),
         eval_dataset=SampleDataset(eval_rows),
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
-    (out / "final").mkdir(exist_ok=True)
-    save_file(mtp_state_dict(trainer.model), out / "final" / "model.safetensors", metadata={"format": "pt"})
+    whole = [folder for folder in list_checkpoints(out) if read_state(folder) is not None]
+    if whole and read_state(whole[-1])["global_step"] >= recipe.max_steps:  # the library would take one step more
+        trainer._load_from_checkpoint(str(whole[-1]))
+    else:
+        trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
+    with written_whole(out / "final", overwrite=True) as folder:
+        save_file(mtp_state_dict(trainer.model), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":
