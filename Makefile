@@ -9,6 +9,11 @@ CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflas
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 
+# vLLM pins other versions of transformers and more, so it has an environment of its own
+VLLM := serving/.venv-vllm
+VLLM_STAMP := $(VLLM)/.installed
+IN_VLLM := OMP_NUM_THREADS=1 VLLM_CACHE_ROOT=$(CURDIR)/serving/build/cache $(VLLM)/bin/python
+
 # Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
@@ -16,7 +21,7 @@ seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
+.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -26,6 +31,11 @@ test: $(STAMP)  ## all tests
 
 test-fast: $(STAMP)  ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
+
+test-vllm: $(STAMP) $(VLLM_STAMP)  ## the drafter in vLLM's engine on the CPU, set-up of vLLM (3.4 GB) included
+	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
+	$(IN_VLLM) -m pytest serving/tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -92,5 +102,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
+$(VLLM_STAMP): serving/requirements-vllm.txt serving/vllm_plugin/pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install -q --no-deps -r serving/requirements-vllm.txt
+	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e serving/vllm_plugin
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(VLLM) serving/build .pytest_cache .ruff_cache *.egg-info

@@ -2,11 +2,12 @@
 
     hyperdflash export runs/stage2 my-drafter                   # the run's best checkpoint, else its last whole one
     hyperdflash export runs/stage2/checkpoint-200 my-drafter    # this one
+    hyperdflash export my-drafter served --format vllm          # what vLLM loads: docs/serving.md
     hf upload someone/my-drafter my-drafter                     # everything in the folder is for the public
 
 OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, a model card with
 the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was trained on. No
-optimizer and no pickle comes along.
+optimizer and no pickle comes along. With `--format vllm` it is the folder of `serving/vllm_format.py` instead.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from transformers.utils import logging
 
 from ..generation.init import check_output, copy_custom_generate, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
+from ..serving.vllm_format import check_servable, write_vllm
 from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
 
 logger = logging.get_logger(__name__)
@@ -28,8 +30,16 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
 
 
+FORMATS = ("hf", "vllm")
+
+
 def export_drafter(
-    checkpoint: str | Path, output: str | Path, *, run_dir: str | Path | None = None, overwrite: bool = False
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    run_dir: str | Path | None = None,
+    overwrite: bool = False,
+    format: str = "hf",
 ) -> Path:
     """Make a self-contained Hub folder of a trained drafter: whole, or not at all.
 
@@ -39,24 +49,30 @@ def export_drafter(
         output: the folder to be made; it must not exist or be empty.
         run_dir: where the files lie that the card is written from; by default the run that the checkpoint is part of.
         overwrite: replace `output` if it is a drafter's folder.
+        format: `"hf"`, or `"vllm"` for the folder that vLLM's plug-in loads, which has no model card of the run.
 
     Returns the folder's path.
 
-    Raises `ValueError` for a folder that holds no whole drafter or files that cannot be parsed, `OSError` when
-    `output` is in use or something is missing, `ImportError` when the card's picture needs matplotlib, or an adapter
-    peft, and it is not installed. `output` is untouched then.
+    Raises `ValueError` for a folder that holds no whole drafter, files that cannot be parsed, or a drafter that vLLM
+    does not serve, `OSError` when `output` is in use or something is missing, `ImportError` when the card's picture
+    needs matplotlib, or an adapter peft, and it is not installed. `output` is untouched then.
     """
     checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
     output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
     run = read_run(checkpoint, run_dir)
-    if run.has_picture():
+    if format == "hf" and run.has_picture():
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
+    if format == "vllm":
+        check_servable(drafter.config)
     round_to_bf16(drafter)
     with written_whole(output, overwrite=overwrite) as folder:
-        drafter.save_pretrained(folder)
-        copy_custom_generate(folder)
-        write_card(folder, drafter.config, drafter.num_parameters(), run)
+        if format == "vllm":
+            write_vllm(folder, drafter)
+        else:
+            drafter.save_pretrained(folder)
+            copy_custom_generate(folder)
+            write_card(folder, drafter.config, drafter.num_parameters(), run)
         for path in folder.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)  # safetensors writes files that only their owner can read
@@ -215,14 +231,19 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's, a checkpoint's or a drafter's folder")
     parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="hf", help="hf: transformers, the Hub (default); vllm: for vLLM's plug-in"
+    )
     parser.set_defaults(run=run)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Export, and say what was made."""
-    output = export_drafter(args.checkpoint, args.output)
+    output = export_drafter(args.checkpoint, args.output, format=args.format)
     files = [path for path in output.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     print(f"{output}: {len(files)} files, {size / 1e6:.1f} MB. Publish it with: hf upload <repository> {output}")
+    if args.format == "vllm":
+        print("Serve it with the plug-in hyperdflash-vllm installed; README.md in it has the command")
     return 0

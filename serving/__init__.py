@@ -1,0 +1,1 @@
+"""Serving a drafter in inference engines: the folder that vLLM loads. `vllm_plugin/` is a distribution of its own."""

@@ -1,0 +1,91 @@
+"""Engines run in processes of their own, each once for all tests that look at it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent / "build"
+# Of V4's pages (64 and 256 positions) and window (128): prompts that end around them
+LENGTHS = ((58, 5, 120, 30), (61, 126, 20, 7), (250, 3, 64, 128))
+
+torch.set_num_threads(1)
+
+
+def batches(number: int, seed: int = 0, vocab_size: int = 318) -> list:
+    """`number` batches of four prompts of random ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in LENGTHS[i % 3]] for i in range(number)
+    ]
+
+
+@pytest.fixture(scope="session")
+def build() -> Path:
+    """The folder that `make_tiny.py` wrote."""
+    if not (BUILD / "made.json").is_file():
+        pytest.fail(
+            f"{BUILD} is not made: run serving/tests/make_tiny.py in the main environment (make test-vllm does)"
+        )
+    return BUILD
+
+
+@pytest.fixture(scope="session")
+def engine(build, tmp_path_factory):
+    """A function of target, drafter and the rest of a job, which returns what `run_engine.py` writes."""
+    results = {}
+
+    def run(target="sliding", drafter=None, *, runner="v1", num_batches=3, max_tokens=80, drafts=3, **job) -> dict:
+        spec = job.pop("speculative_config", {})
+        job = {
+            "target": str(build / target / "target"),
+            "runner": runner,
+            "batches": batches(num_batches),
+            "max_tokens": max_tokens,
+            **job,
+        }
+        if drafter is not None:
+            job["speculative_config"] = {
+                "method": "dflash",
+                "model": str(build / target / drafter),
+                "num_speculative_tokens": drafts,
+                "kv_cache_dtype": "bfloat16",
+                **spec,
+            }
+            job["speculative_config"] = {k: v for k, v in job["speculative_config"].items() if v is not None}
+        key = json.dumps(job, sort_keys=True)
+        if key not in results:
+            results[key] = start(job, tmp_path_factory.mktemp("engine"))
+        return results[key]
+
+    return run
+
+
+def start(job: dict, folder: Path) -> dict:
+    """Run one job; a process that ends without a result fails the test with its last words."""
+    (folder / "job.json").write_text(json.dumps(job))
+    result = folder / "result.json"
+    command = [sys.executable, str(HERE / "run_engine.py"), str(folder / "job.json"), str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    if not result.is_file():
+        pytest.fail(f"the engine ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    return {**json.loads(result.read_text()), "log": done.stdout + done.stderr}
+
+
+@pytest.fixture(scope="session")
+def one_process():
+    """vLLM's groups of processes for one process, so that its layers can be built without an engine."""
+    import tempfile
+
+    from vllm.distributed import parallel_state
+
+    parallel_state.init_distributed_environment(
+        world_size=1, rank=0, distributed_init_method=f"file://{tempfile.mktemp()}", local_rank=0, backend="gloo"
+    )

@@ -1,0 +1,203 @@
+"""Random DeepSeek-V4 targets that vLLM's CPU kernels take, and drafters for them: what `serving/tests` runs on.
+
+    .venv/bin/python serving/tests/make_tiny.py        # seconds; writes serving/build, in the main environment
+
+vLLM's environment has another transformers, so everything crosses as files: targets in the official naming, exported
+drafters, and of each drafter the states that transformers computes for given inputs.
+
+The targets are peaky: the head's row of token t + 1 is token t's embedding, so that logits are far apart and rounding
+decides next to nothing, while all layers have their say.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from official import save_official
+from safetensors.torch import save_file
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
+from hyperdflash.serving.vllm_format import NESTED, vllm_config
+from hyperdflash.training.export import export_drafter
+
+BUILD = Path(__file__).resolve().parents[1] / "build"
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+VOCAB_SIZE, MASK_TOKEN_ID, MAIN_TOKEN_ID = 320, 319, 201
+LAYERS = {"sliding": [SLIDING] * 3, "mixed": [SLIDING, SLIDING, CSA, HCA, SLIDING]}
+
+
+def target_config(layer_types, **kwargs) -> DeepseekV4Config:
+    """The smallest V4 that the CPU kernels take: head_dim 512, 64 experts of which 6 are used."""
+    return DeepseekV4Config(
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 128,
+            "num_hidden_layers": len(layer_types),
+            "layer_types": layer_types,
+            "num_attention_heads": 4,
+            "head_dim": 512,
+            "q_lora_rank": 64,
+            "o_lora_rank": 64,
+            "o_groups": 2,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 64,
+            "num_hash_layers": int(HCA in layer_types),
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.06,
+            "eos_token_id": None,
+            **kwargs,
+        }
+    )
+
+
+def peaky_target(layer_types, seed: int = 0) -> DeepseekV4ForCausalLM:
+    """A random target whose likeliest next token of t is t + 1, unless the layers say otherwise.
+
+    Behind every eighth token, and behind the mask, it is `MAIN_TOKEN_ID`: one fixed draft is right now and then.
+    """
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(target_config(layer_types)).eval()
+    with torch.no_grad():
+        embed, main = torch.randn(VOCAB_SIZE, 128), torch.randn(128)
+        head = embed.roll(1, dims=0)
+        to_main = torch.arange(0, VOCAB_SIZE, 8)
+        embed[to_main] += main
+        embed[MASK_TOKEN_ID] = main
+        head[to_main + 1] = head[MASK_TOKEN_ID] = 0
+        head[MAIN_TOKEN_ID] = main
+        model.model.embed_tokens.weight.copy_(embed)
+        model.lm_head.weight.copy_(0.2 * head)
+        model.model.hc_head.hc_fn.normal_(std=0.02)
+        for layer in model.model.layers:
+            if layer.mlp.is_hash:
+                table = layer.mlp.gate.tid2eid
+                table.copy_(torch.rand(table.shape[0], 64).topk(table.shape[1]).indices)
+    return model
+
+
+def drafter_config(target, **kwargs) -> HyperDFlashConfig:
+    """A drafter whose pages of the cache are no larger than the target's: one key/value head."""
+    config = target.config
+    return HyperDFlashConfig(
+        **{
+            "block_size": 4,
+            "mask_token_id": MASK_TOKEN_ID,
+            "hc_mult": config.hc_mult,
+            "target_hidden_size": config.hidden_size,
+            "target_num_hidden_layers": config.num_hidden_layers,
+            "target_name_or_path": "tiny",
+            "target_fingerprint": target_fingerprint(fingerprint_tensors(target)),
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": 192,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "sliding_window": 48,
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.05,
+            **kwargs,
+        }
+    )
+
+
+def random_drafter(target, *, seed: int = 1, **kwargs) -> HyperDFlashModel:
+    """Random weights around the inherited gate, no norm at one."""
+    torch.manual_seed(seed)
+    drafter = HyperDFlashModel(drafter_config(target, **kwargs)).eval()
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if parameter.ndim == 1 or "path_norm" in name:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+        if drafter.config.reducer == "hc_gate":
+            head = target.model.hc_head
+            for name in ("hc_fn", "hc_base", "hc_scale"):
+                getattr(drafter.reducer, name).copy_(getattr(head, name))
+    return drafter
+
+
+def silent_drafter(target, **kwargs) -> HyperDFlashModel:
+    """Layers that add nothing, so every draft is the token that the head finds in the mask's embedding."""
+    drafter = random_drafter(target, **kwargs)
+    with torch.no_grad():
+        for layer in drafter.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        drafter.norm.weight.fill_(1)
+    return drafter
+
+
+def write_states(drafter, file: Path, *, num_context: int = 100) -> None:
+    """Inputs, reduced features and final states of one block in fp32, from the weights as exported (bf16)."""
+    config = drafter.config
+    torch.manual_seed(2)
+    residual = torch.randn(1, num_context, config.hc_mult, config.target_hidden_size).bfloat16().float()
+    embeds = torch.randn(1, config.block_size, config.hidden_size).bfloat16().float()
+    positions = torch.arange(num_context + config.block_size)[None]
+    with torch.no_grad():
+        reduced = drafter.reducer(residual)
+        states = drafter(noise_embeds=embeds, context_hidden_states=residual, position_ids=positions)
+    tensors = {
+        "residual": residual[0].flatten(1),
+        "embeds": embeds[0],
+        "reduced": reduced[0],
+        "states": states.last_hidden_state[0],
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
+def export(drafter, folder: Path) -> None:
+    """The transformers folder, and beside it what vLLM loads with the states to compare."""
+    for part in (folder / "hf", folder / "served"):
+        shutil.rmtree(part, ignore_errors=True)
+    drafter.save_pretrained(folder / "hf")
+    export_drafter(folder / "hf", folder / "served", format="vllm")
+    rounded = HyperDFlashModel.from_pretrained(folder / "hf", dtype=torch.bfloat16).float().eval()
+    write_states(rounded, folder / "states.safetensors")
+
+
+def export_stock(target, folder: Path) -> None:
+    """A vanilla DFlash draft of two tapped layers, as others publish them: no class of ours serves it."""
+    drafter = random_drafter(target, context_source="hidden_layers", target_layer_ids=[0, 1], reducer="fc")
+    source = random_drafter(target, reducer="fc").config
+    config = vllm_config(source)
+    del config[NESTED]
+    config["architectures"] = ["DFlashDraftModel"]
+    config["dflash_config"]["target_layer_ids"] = [0, 1]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    names = {"context_norm.weight": "hidden_norm.weight", "reducer.fc.weight": "fc.weight"}
+    tensors = {names.get(name, name): tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    for name, layer_types in LAYERS.items():
+        target = peaky_target(layer_types)
+        save_official(target, BUILD / name / "target")
+        export(silent_drafter(target), BUILD / name / "silent")
+        export(random_drafter(target), BUILD / name / "random")
+        if name == "sliding":
+            full = ["full_attention"] * 2
+            for reducer in ("mean", "fc"):
+                export(random_drafter(target, reducer=reducer), BUILD / name / reducer)
+            export(random_drafter(target, layer_types=full), BUILD / name / "full")
+            export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
+            export_stock(target, BUILD / name / "stock")
+            export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
+    (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))
+    print(f"{BUILD}: targets {', '.join(LAYERS)}, and their drafters")
+
+
+if __name__ == "__main__":
+    main()

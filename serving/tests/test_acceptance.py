@@ -1,0 +1,116 @@
+"""A really trained drafter accepts in vLLM what it accepts in transformers, on the same sequences."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve().parent
+MAIN_PYTHON = os.environ.get("HYPERDFLASH_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
+NUM_ROUNDS, NEW_TOKENS, DRAFTS, BATCH = 4000, 440, 6, 16
+TIE = 0.25  # nats
+
+
+@pytest.fixture(scope="module")
+def batches(build) -> list:
+    """Held-out prompts of one length."""
+    file = build / "trained" / "prompts.json"
+    if not file.is_file():
+        pytest.fail("the trained pair is not made: run serving/tests/train_tiny.py make in the main environment")
+    prompts = json.loads(file.read_text())
+    return [prompts[i : i + BATCH] for i in range(0, len(prompts), BATCH)]
+
+
+def sequences(batches, result) -> list[list[int]]:
+    """Prompt and continuation of each."""
+    return [
+        prompt + tokens
+        for batch, written in zip(batches, result["tokens"], strict=True)
+        for prompt, tokens in zip(batch, written, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def drafted(batches, engine) -> dict:
+    """Sampled sequences of vLLM with the trained drafter, and the accepted drafts of their rounds.
+
+    Greedy texts of so small a target are loops, where any drafter is right. Sampling with greedy drafts accepts one
+    exactly where the token that comes out is the draft, so that the rounds can be replayed all the same.
+    """
+    sampling = {"temperature": 0.8, "seed": 11}
+    spec = {"draft_sample_method": "greedy"}
+    result = engine(
+        "trained",
+        "drafter/served",
+        batches=batches,
+        drafts=DRAFTS,
+        max_tokens=NEW_TOKENS,
+        sampling=sampling,
+        speculative_config=spec,
+    )
+    return {"ids": sequences(batches, result), "num_prompt": len(batches[0][0]), "rounds": result["rounds"]}
+
+
+@pytest.fixture(scope="module")
+def replayed(drafted, tmp_path_factory) -> list[list[int]]:
+    """The rounds of transformers along these sequences, computed in the main environment."""
+    folder = tmp_path_factory.mktemp("replay")
+    items = [{"ids": ids, "num_prompt": drafted["num_prompt"]} for ids in drafted["ids"]]
+    (folder / "sequences.json").write_text(json.dumps(items))
+    command = [MAIN_PYTHON, str(HERE / "train_tiny.py"), "replay"]
+    subprocess.run([*command, str(folder / "sequences.json"), str(folder / "rounds.json")], check=True)
+    return json.loads((folder / "rounds.json").read_text())
+
+
+def acceptance_length(rounds: list[list[int]]) -> float:
+    """tau, pooled over the rounds of all sequences."""
+    return 1 + sum(map(sum, rounds)) / sum(map(len, rounds))
+
+
+def interval(a: list[list[int]], b: list[list[int]], samples: int = 2000) -> tuple[float, float]:
+    """The 95% bootstrap interval of tau(a) - tau(b), sequences drawn with replacement, the same for both."""
+    sums = torch.tensor([[sum(x), len(x), sum(y), len(y)] for x, y in zip(a, b, strict=True)], dtype=torch.float64)
+    drawn = torch.randint(len(sums), (samples, len(sums)), generator=torch.Generator().manual_seed(0))
+    totals = sums[drawn].sum(1)
+    difference = totals[:, 0] / totals[:, 1] - totals[:, 2] / totals[:, 3]
+    low, high = difference.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return low, high
+
+
+def test_the_interval_contains_a_known_difference():
+    a, b = [[2, 4]] * 20, [[1, 3]] * 20
+    assert interval(a, b) == (1.0, 1.0)
+    assert acceptance_length(a) == 4.0
+
+
+def test_drafted_greedy_tokens_are_the_plain_ones_up_to_the_targets_ties(batches, engine):
+    """A difference begins where plain decoding's own two best tokens are as close as bf16 and an fp8 cache tell."""
+    some = [batches[0][:4]]
+    drafted = engine("trained", "drafter/served", batches=some, drafts=DRAFTS, max_tokens=160)
+    plain = engine("trained", batches=some, max_tokens=160, sampling={"logprobs": 2})
+    gaps = []
+    for ours, theirs, its_gaps in zip(drafted["tokens"][0], plain["tokens"][0], plain["gaps"], strict=True):
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
+        gaps += [] if first is None else [its_gaps[first]]
+    print(f"{len(gaps)} of 4 sequences differ, gaps in nats: {[round(gap, 3) for gap in gaps]}")
+    assert all(gap < TIE for gap in gaps)
+
+
+def test_acceptance_in_vllm_is_that_of_transformers(drafted, replayed, build):
+    low, high = interval(drafted["rounds"], replayed)
+    both = {"vllm": drafted["rounds"], "transformers": replayed}
+    figures = {
+        "rounds": {name: sum(map(len, rounds)) for name, rounds in both.items()},
+        "acceptance_length": {name: round(acceptance_length(rounds), 4) for name, rounds in both.items()},
+        "difference_95": [round(low, 4), round(high, 4)],
+        "identical_sequences": sum(a == b for a, b in zip(drafted["rounds"], replayed, strict=True)),
+        "sequences": len(replayed),
+    }
+    (build / "acceptance.json").write_text(json.dumps(figures, indent=2) + "\n")
+    print(figures)
+    assert min(figures["rounds"].values()) >= NUM_ROUNDS
+    assert figures["acceptance_length"]["vllm"] > 1.3  # a drafter that accepts nothing would agree with anything
+    assert -0.1 < low <= high < 0.1

@@ -1,0 +1,176 @@
+"""The folder that vLLM serves a drafter from, and the way back: `hyperdflash export DRAFTER OUT --format vllm`.
+
+vLLM's DFlash parser takes the drafter for a Qwen3 model of architecture `DFlashHyperDraftModel`, which the plug-in in
+`serving/vllm_plugin` brings. Layers and norms have the names of public DFlash drafters, the gate keeps its own under
+`reducer.`; embedding and LM head are the target's. `config.json` also holds the drafter's whole configuration under
+`hyperdflash_config`, which the plug-in checks against the target and `read_vllm` makes a drafter of again.
+"""
+
+import json
+from pathlib import Path
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+
+from ..configuration_hyperdflash import HyperDFlashConfig
+from ..modeling_hyperdflash import HyperDFlashModel
+
+ARCHITECTURE = "DFlashHyperDraftModel"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+NESTED = "hyperdflash_config"
+
+# Prefix here -> prefix there, where they differ
+PREFIXES = {"context_norm.": "hidden_norm.", "reducer.fc.": "fc."}
+# Of the library and the place that wrote a config, not of the drafter
+LIBRARY_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
+
+QWEN3_FIELDS = (
+    "block_size",
+    "head_dim",
+    "hidden_act",
+    "hidden_size",
+    "intermediate_size",
+    "layer_types",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+    "target_hidden_size",
+    "vocab_size",
+)
+
+
+def check_servable(config: HyperDFlashConfig) -> None:
+    """Raises `ValueError` for a drafter that the plug-in has no code for."""
+    if config.context_source != "pre_hc_head":
+        raise ValueError(
+            f"context_source {config.context_source!r} is not served in vLLM, where the plug-in hands on the residual "
+            "before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
+        )
+    draft_head = config.to_dict().get("draft_head", "none")  # a drafter of a later version may have one
+    if draft_head != "none":
+        raise ValueError(f"draft_head {draft_head!r} is not served in vLLM: train a drafter with draft_head 'none'")
+    if config.block_size < 2:
+        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
+    rope_type = config.rope_parameters.get("rope_type", "default")
+    if rope_type != "default" or config.hidden_act != "silu":
+        raise ValueError(
+            f"rope_type {rope_type!r} with hidden_act {config.hidden_act!r} was not compared with vLLM's layers: "
+            "only 'default' and 'silu' are exported"
+        )
+
+
+def vllm_config(config: HyperDFlashConfig) -> dict:
+    """`config.json` of the served folder; raises as `check_servable`."""
+    check_servable(config)
+    ours = json.loads(config.to_json_string())
+    return {
+        # Not deepseek_v4, which vLLM would take for the native MTP module
+        "model_type": "qwen3",
+        "architectures": [ARCHITECTURE],
+        "dtype": "bfloat16",
+        **{name: ours[name] for name in QWEN3_FIELDS},
+        # Older readers look for the base frequency here
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "use_sliding_window": "sliding_attention" in config.layer_types,
+        "max_window_layers": 0,
+        "dflash_config": {
+            "mask_token_id": config.mask_token_id,
+            # A count of paths, no choice of layers: it sizes vLLM's buffer (hc_mult at the top level would once more)
+            "target_layer_ids": config.target_layer_ids * config.hc_mult,
+            # A block sees all of itself; unsaid, vLLM takes sliding layers for causal ones
+            "causal": False,
+        },
+        NESTED: {name: value for name, value in ours.items() if name not in LIBRARY_FIELDS},
+    }
+
+
+def write_vllm(folder: Path, drafter: HyperDFlashModel) -> None:
+    """Write the drafter's configuration, weights (as they are) and a README into an existing folder."""
+    config = vllm_config(drafter.config)
+    tensors = {_renamed(name, PREFIXES): tensor.contiguous() for name, tensor in drafter.state_dict().items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(_readme(drafter.config), encoding="utf-8")
+
+
+def read_vllm(folder: str | Path) -> HyperDFlashModel:
+    """The drafter that a served folder was made of: the same tensors in fp32, the same configuration.
+
+    Raises `ValueError` for a folder that `write_vllm` did not write or that was edited since, `OSError` when a file is
+    missing.
+    """
+    folder = Path(folder).expanduser()
+    stored = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    if stored.get("architectures") != [ARCHITECTURE] or NESTED not in stored:
+        raise ValueError(
+            f"{folder} was not made by `hyperdflash export --format vllm`: its config.json has no {NESTED} or another "
+            f"architecture than {ARCHITECTURE}"
+        )
+    config = _nested_config(folder, stored[NESTED])
+    expected = vllm_config(config)
+    for name in stored.keys() | expected.keys():
+        if stored.get(name) != expected.get(name):
+            raise ValueError(
+                f"{folder / CONFIG_FILE} contradicts itself: {name} is {stored.get(name)!r}, but {NESTED} gives "
+                f"{expected.get(name)!r}. Export the drafter again"
+            )
+    back = {theirs: ours for ours, theirs in PREFIXES.items()}
+    tensors = {_renamed(name, back): tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+    drafter = HyperDFlashModel(config)
+    try:
+        drafter.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE} does not fit its config: {error}") from error
+    return drafter.eval()
+
+
+def _nested_config(folder: Path, nested: dict) -> HyperDFlashConfig:
+    try:
+        return HyperDFlashConfig.from_dict(nested)
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder / CONFIG_FILE}, {NESTED}: {error.__cause__ or error}") from error
+
+
+def _renamed(name: str, prefixes: dict[str, str]) -> str:
+    prefix = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+    return prefixes.get(prefix, "") + name.removeprefix(prefix)
+
+
+def _readme(config: HyperDFlashConfig) -> str:
+    target = config.target_name_or_path or "TARGET"
+    return f"""---
+license: apache-2.0
+tags: [speculative-decoding, deepseek-v4, dflash, hyperdflash, vllm]
+---
+
+# HyperDFlash drafter for {target}, as vLLM loads it
+
+Needs the plug-in `hyperdflash-vllm`. The same drafter for transformers is another folder: this one was made of it with
+`hyperdflash export DRAFTER OUT --format vllm`.
+
+```
+vllm serve {target} --kv-cache-dtype fp8 --block-size 256 --speculative-config '{speculative_config(config)}'
+```
+"""
+
+
+def speculative_config(config: HyperDFlashConfig, folder: str = "THIS_FOLDER") -> str:
+    """What `vllm serve --speculative-config` is given, as JSON. The draft's own cache dtype is no option: V4's packed
+    one cannot hold its keys and values."""
+    return json.dumps(
+        {
+            "method": "dflash",
+            "model": folder,
+            "num_speculative_tokens": config.block_size - 1,
+            "kv_cache_dtype": "bfloat16",
+        }
+    )
+
+
+__all__ = ["check_servable", "read_vllm", "speculative_config", "vllm_config", "write_vllm"]

