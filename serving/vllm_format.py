@@ -50,9 +50,9 @@ def check_servable(config: HyperDFlashConfig) -> None:
             f"context_source {config.context_source!r} is not served in vLLM, where the plug-in hands on the residual "
             "before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
         )
-    draft_head = config.to_dict().get("draft_head", "none")  # a drafter of a later version may have one
-    if draft_head != "none":
-        raise ValueError(f"draft_head {draft_head!r} is not served in vLLM: train a drafter with draft_head 'none'")
+    for name, without in (("draft_head", "none"), ("draft_confidence", False)):
+        if (value := getattr(config, name)) != without:
+            raise ValueError(f"{name} {value!r} is not served in vLLM: train a drafter with {name} {without!r}")
     if config.block_size < 2:
         raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
     rope_type = config.rope_parameters.get("rope_type", "default")

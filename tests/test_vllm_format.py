@@ -139,10 +139,10 @@ def test_a_block_without_drafts_is_refused(target):
         vllm_config(tiny_drafter(target, block_size=1).config)
 
 
-def test_a_sequential_head_is_refused_by_name(target):
-    config = tiny_drafter(target).config
-    config.draft_head = "markov"
-    with pytest.raises(ValueError, match="draft_head 'markov' is not served in vLLM"):
+@pytest.mark.parametrize(("name", "value"), [("draft_head", "markov"), ("draft_confidence", True)])
+def test_heads_that_are_not_served_are_refused_by_name(target, name, value):
+    config = tiny_drafter(target, **{name: value}).config
+    with pytest.raises(ValueError, match=f"{name} {value!r} is not served in vLLM"):
         vllm_config(config)
 
 
