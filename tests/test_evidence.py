@@ -22,7 +22,7 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     changed = {name for name, value in values.items() if value != recipe.get(name)}
     named = {setting.partition("=")[0] for setting in run.settings}
     assert changed - named <= {"output_dir", "seed", "drafter"}
-    assert values["max_steps"] == (recipe["max_steps"] if run.group == "headline" else baselines.ABLATION_STEPS)
+    assert values["max_steps"] == (baselines.ABLATION_STEPS if run.group == "ablations" else recipe["max_steps"])
     assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
     load_recipe(baselines.RECIPE, run.overrides())
 
@@ -32,15 +32,17 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     assert len({run.output for run in runs}) == len({run.summary for run in runs}) == len(runs)
     seeds = {}
     for run in runs:
-        if run.group == "headline":
+        if run.group != "ablations":
             seeds.setdefault(run.name.rpartition("-")[0], []).append(run.seed)
     assert {name: len(set(found)) for name, found in seeds.items()} == {
-        **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean"), 3),
+        **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean", *baselines.HEADS), 3),
         "fc": 1,
     }
     methods = parse_methods([run.method for run in runs if run.group == "ablations"])[1:]
     assert {"hyperdflash", "mean", "fc", "dflash"} == {method.name for method in methods}
     assert {method.num_drafts for method in methods} == {3, 6, 9}
+    methods = parse_methods([run.method for run in runs if run.group == "heads"])[1:]
+    assert {"hyperdflash+markov", "mean+markov", "dspark-like"} == {method.name for method in methods}
 
 
 def row(method, checkpoint, dataset, tau, speedup, temperature=0.0):

@@ -4,7 +4,8 @@
     python examples/tiny/baselines.py --only dflash-42      # one of them
 
 Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
-methods with three seeds at its whole budget, the ablations with one seed at a fifth of it. Weights go to
+methods and those with heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
+of it. Weights go to
 `build/baselines/NAME/final`; what a run was and how it went to `docs/results/training/NAME.json`, as it ends.
 """
 
@@ -42,7 +43,7 @@ class Run:
     """One training run.
 
     Attributes:
-        group: `headline` or `ablations`.
+        group: `headline`, `ablations` or `heads`.
         drafter: options of the drafter that differ from the recipe's.
         settings: other `key=value` of the recipe.
         what: what it is there to show.
@@ -77,6 +78,8 @@ class Run:
         drafter = self.drafter_options
         kind = {"hidden_layers": "dflash", "fc": "fc", "mean": "mean"}
         name = kind.get(drafter.get("context_source"), kind.get(drafter.get("reducer"), "hyperdflash"))
+        if drafter.get("draft_head") == "markov":
+            name = "dspark-like" if name == "dflash" else f"{name}+markov"
         return f"{name}:{drafter['block_size'] - 1}={self.output / 'final'}"
 
     def overrides(self) -> list[str]:
@@ -95,6 +98,8 @@ class Run:
 HIDDEN = {"context_source": "hidden_layers", "reducer": "fc"}
 SAME_LAYERS = {**HIDDEN, "target_layer_ids": [1, 2, 3]}  # as four layers read, for drafters of fewer
 HIDDEN_FEATURES = f"features_dir={BUILD / 'features-hidden-layers'}"
+LAST_FEATURES = f"features_dir={BUILD / 'features-last-layers'}"
+MARKOV = {"draft_head": "markov", "markov_rank": 64}
 METHODS = {
     "hyperdflash": ("the method: gated reducer, KL on two slots", {}, ()),
     "mtp": ("the target's own MTP module, trained further on the target's text", {}, ()),
@@ -135,26 +140,44 @@ ABLATIONS = {
     "block-4": ("three drafts", {"block_size": 4}, ()),
     "block-10": ("nine drafts", {"block_size": 10}, ()),
 }
+HEADS = {
+    "markov": (
+        "HyperDFlash with a Markov head, and a confidence head, which teaches it nothing",
+        {**MARKOV, "draft_confidence": True, "verify_cost": 0.02},
+        (),
+    ),
+    "dspark-like": (
+        "mean of the paths of the last three layers, dense projection, with a Markov head",
+        {**HIDDEN, "target_layer_ids": [3, 4, 5], **MARKOV},
+        (LAST_FEATURES,),
+    ),
+    "mean-markov": ("average of the final paths, with a Markov head", {"reducer": "mean", **MARKOV}, ()),
+}
 
 
 def runs() -> list[Run]:
     """All runs, in the order in which they are made."""
+    ablations = []
+    for name, (what, drafter, settings) in ABLATIONS.items():
+        settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
+        ablations.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
+    return [*_with_seeds("headline", METHODS), *ablations, *_with_seeds("heads", HEADS)]
+
+
+def _with_seeds(group: str, methods: dict) -> list[Run]:
     out = []
     for seed in SEEDS:
-        for name, (what, drafter, settings) in METHODS.items():
+        for name, (what, drafter, settings) in methods.items():
             if name == "fc" and seed != SEEDS[0]:
                 continue
             settings = settings if seed == SEEDS[0] else (*settings, *NOT_CURVES)
-            out.append(Run(f"{name}-{seed}", "headline", what, drafter, settings, seed))
-    for name, (what, drafter, settings) in ABLATIONS.items():
-        settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
-        out.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
+            out.append(Run(f"{name}-{seed}", group, what, drafter, settings, seed))
     return out
 
 
 def train(run: Run) -> None:
     """Run its command, after what it needs. Raises `CalledProcessError`."""
-    if HIDDEN_FEATURES in run.settings:
+    if any(setting.startswith("features_dir=") for setting in run.settings):
         features = ["-m", "hyperdflash", "features", RECIPE, *run.overrides()]
         subprocess.run([sys.executable, *features], cwd=ROOT, check=True)
     if f"init_from={RANDOM_GATE}" in run.settings and not (ROOT / RANDOM_GATE).exists():
