@@ -4,7 +4,7 @@
     python examples/tiny/baselines.py --only dflash-42      # one of them
 
 Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
-methods and those with heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
+methods and the heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
 of it. Weights go to
 `build/baselines/NAME/final`; what a run was and how it went to `docs/results/training/NAME.json`, as it ends.
 """
