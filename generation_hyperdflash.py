@@ -299,45 +299,43 @@ class HyperDFlashAssistant:
         """What a round starts from, `(1, K)`: room for the anchor, then mask tokens."""
         return torch.full((1, self.config.block_size), self.config.mask_token_id, device=device)
 
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, choose) -> int | None:
-        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until `num_drafts` are chosen.
+    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose) -> None:
+        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until up to `num_drafts` are chosen.
 
         Args:
             context, noise_ids, position, num_drafts, target, cache: as in `draft`.
             ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
+            do_sample (`bool`): whether drafts are sampled, or the most likely ones.
             choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
 
-        Returns how many of them to verify, or None for all. When sampling, whether a draft is verified must not depend
-        on what it is, only on those before it.
+        How many are proposed may depend on anything but the drafts themselves, which would change what sampling draws.
         """
         if self.markov_head is None and self.confidence_head is None:
             choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
-            return None
-        hidden = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
-        logits, hidden, states = head_logits(target, hidden), hidden.to(self.norm.weight), None
+            return
+        hidden, confidence = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
+        if confidence is not None:
+            rates = confidence[:, int(do_sample)].float().sigmoid().tolist()
+            hidden = hidden[: num_worth_verifying(rates, self.config.verify_cost)]
+        logits = head_logits(target, hidden)
         if self.markov_head is None:
             choose(logits)
-        else:
-            previous, states = noise_ids[0, :1].to(hidden.device), []
-            for slot in range(num_drafts):
-                bias, state = self.markov_head(previous, hidden[slot : slot + 1])
-                previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
-                states.append(state)
-            states = torch.cat(states)
-        if self.confidence_head is None:
-            return None
-        rates = self.confidence_head(hidden, states)[:, 0].float().sigmoid()
-        return num_worth_verifying(rates.tolist(), self.config.verify_cost)
+            return
+        hidden = hidden.to(self.norm.weight)
+        previous = noise_ids[0, :1].to(hidden.device)
+        for slot in range(len(hidden)):
+            bias, _ = self.markov_head(previous, hidden[slot : slot + 1])
+            previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
         """Draft logits of one block, without those of a sequential head.
 
         Returns `(num_drafts, V)` in fp32, on the head's device; arguments as in `draft_hidden`.
         """
-        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache))
+        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)[0])
 
     def draft_hidden(self, context, noise_ids, position, num_drafts, target, cache):
-        """The drafter's output for the slots of one block.
+        """The drafter's output for the slots of one block, before any token is chosen.
 
         Args:
             context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
@@ -346,7 +344,8 @@ class HyperDFlashAssistant:
             position (`int`): the anchor's position.
 
         Returns:
-            `torch.Tensor` of shape `(num_drafts, D)`, in the dtype of the target's embedding.
+            The states of the slots `(num_drafts, D)`, in the dtype of the target's embedding, and the logits of the
+            confidence head `(num_drafts, 2)`, if there is one.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight = self.norm.weight
@@ -359,7 +358,9 @@ class HyperDFlashAssistant:
             position_ids=torch.arange(start, stop, device=weight.device)[None],
             cache=cache,
         )
-        return output.last_hidden_state[0, 1 : 1 + num_drafts].to(noise_dtype)
+        slots = slice(1, 1 + num_drafts)
+        confidence = output.confidence_logits
+        return output.last_hidden_state[0, slots].to(noise_dtype), None if confidence is None else confidence[0, slots]
 
     def assisted_decoding_loop(
         self,
@@ -480,10 +481,10 @@ class _Loop:
             while not finished:
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
-                self.num_drafts, self.draft_probs, kept = 0, [], None
+                self.num_drafts, self.draft_probs = 0, []
                 if num_drafts > 0:
                     self.noise_ids[0, 0] = self.last_id
-                    kept = drafter.propose(
+                    drafter.propose(
                         context,
                         self.ids,
                         self.noise_ids,
@@ -491,11 +492,12 @@ class _Loop:
                         num_drafts,
                         target,
                         draft_cache,
+                        self.do_sample,
                         self.choose_drafts,
                     )
-                num_drafts = self.num_drafts if kept is None else kept
+                num_drafts = self.num_drafts
                 drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
-                draft_probs = torch.cat(self.draft_probs)[:num_drafts] if self.draft_probs else None
+                draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
                 start = self.num_tokens

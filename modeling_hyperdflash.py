@@ -120,26 +120,26 @@ class HyperDFlashMarkovHead(nn.Module):
 
 
 class HyperDFlashConfidenceHead(nn.Module):
-    """Logit of the probability that a slot's draft is accepted, if those before it are.
+    """Logits of the probability that a slot's draft is accepted, if those before it are: the first in greedy decoding,
+    the second when sampling at temperature 1.
 
-    It reads what is known before the draft is chosen: the slot's hidden state and, with a Markov head, the token
-    before it. A decision that looked at the draft itself would change what sampling draws.
+    It reads the slot's hidden state, which is there before any draft is chosen: a decision that looked at the drafts
+    would change what sampling draws.
     """
 
     def __init__(self, config: HyperDFlashConfig):
         super().__init__()
-        self.proj = nn.Linear(config.hidden_size + (config.markov_rank if config.draft_head == "markov" else 0), 1)
+        self.proj = nn.Linear(config.hidden_size, 2)
 
-    def forward(self, hidden_states: torch.Tensor, markov_states: torch.Tensor | None) -> torch.Tensor:
-        """`(..., D)` and `(..., R)` -> `(..., 1)`; nothing is learned through its inputs."""
-        inputs = [hidden_states] if markov_states is None else [hidden_states, markov_states.to(hidden_states)]
-        return self.proj(torch.cat(inputs, dim=-1).detach())
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(..., D)` -> `(..., 2)`; nothing is learned through its input."""
+        return self.proj(hidden_states.detach())
 
 
 @dataclass
 class HyperDFlashModelOutput(BaseModelOutputWithPast):
-    """What the drafter's heads add when `previous_ids` were given: `markov_states` `(B, K, R)` and `confidence_logits`
-    `(B, K, 1)`."""
+    """What the drafter's heads add: `markov_states` `(B, K, R)` when `previous_ids` were given, and
+    `confidence_logits` `(B, K, 2)`."""
 
     markov_states: torch.Tensor | None = None
     confidence_logits: torch.Tensor | None = None
@@ -324,7 +324,7 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
             cache (`Cache`, *optional*):
                 Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
             previous_ids (`torch.LongTensor` of shape `(B, K)`, *optional*):
-                For training the heads: the true token before each slot's.
+                For training a Markov head: the true token before each slot's.
 
         Returns:
             `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
@@ -353,13 +353,11 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
-        states = confidence = None
-        if previous_ids is not None and self.markov_head is not None:
-            states = self.markov_head.states(previous_ids, hidden_states)
-        if previous_ids is not None and self.confidence_head is not None:
-            confidence = self.confidence_head(hidden_states, states)
         return HyperDFlashModelOutput(
-            last_hidden_state=hidden_states, cache=cache, markov_states=states, confidence_logits=confidence
+            last_hidden_state=hidden_states,
+            cache=cache,
+            markov_states=None if previous_ids is None else self.markov_head.states(previous_ids, hidden_states),
+            confidence_logits=None if self.confidence_head is None else self.confidence_head(hidden_states),
         )
 
     def _mask(self, attention_mask, layer_type, num_total, num_new, embeds):

@@ -55,7 +55,7 @@ class Clock:
         self.target, self.drafter = target, drafter
         self._around_draft = [target.get_input_embeddings(), target.get_output_embeddings()]
         heads = {} if drafter is None else dict(drafter.named_children())
-        self._around_draft += [heads[name] for name in ("markov_head", "confidence_head") if name in heads]
+        self._around_draft += [heads["markov_head"]] if "markov_head" in heads else []
         self._devices = accelerators(target, *([] if drafter is None else [drafter]))
         self.reset()
 

@@ -460,7 +460,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
     )
     parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
-    parser.add_argument("--draft-confidence", action="store_true", help="verify only drafts that are worth it")
+    parser.add_argument("--draft-confidence", action="store_true", help="draft only what is worth verifying")
     for name in _SIZE_OPTIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")

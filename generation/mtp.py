@@ -133,7 +133,9 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         """Room for the anchor alone."""
         return torch.zeros((1, 1), dtype=torch.long, device=device)
 
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache: DynamicCache, choose) -> None:
+    def propose(
+        self, context, ids, noise_ids, position, num_drafts, target, cache: DynamicCache, do_sample, choose
+    ) -> None:
         """Draft one token after the other; arguments as in `HyperDFlashAssistant.propose`.
 
         The cache keeps what came from the target's residuals. Steps on the module's own output are taken back: their

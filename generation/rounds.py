@@ -188,7 +188,7 @@ class RoundRecorder:
         if self._keeper is not None:
             self._keeper.rows = []
 
-    def _propose(self, propose, *args) -> int | None:
+    def _propose(self, propose, *args) -> None:
         """The drafter's `propose`; `choose`, the last argument, also hands the logits to this recorder."""
         if not self._is_ours:
             return propose(*args)
@@ -199,9 +199,8 @@ class RoundRecorder:
             return choose(logits)
 
         start = self._now()
-        kept = propose(*rest, choose_and_keep)
+        propose(*rest, choose_and_keep)
         self._draft_s += self._now() - start
-        return kept
 
     def _before_forward(self, module, args) -> None:
         if self._is_ours:

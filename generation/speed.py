@@ -2,7 +2,7 @@
 
 Everything is measured in one run, plain and drafted decoding interleaved, one thread; read the ratios, not the times.
 Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
-(c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more verified token, which the drafter's
+(c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which the drafter's
 `verify_cost` should say; (f) the share of its sequential head, if it has one.
 """
 
@@ -99,20 +99,17 @@ def cache_bytes(target) -> None:
 
 
 def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
-    """(e): the slope of the target's forward over drafts, by the time of a round that would verify none."""
+    """(e): the slope of a round's time over its drafts, by the time of a round that would have none."""
     costs = []
     for _ in range(repeats):
-        rounds = []
-        for prompt in PROMPTS.values():
-            for number in range(1, drafter.config.block_size):
-                rounds.append((number, *seconds_of_a_round(target, tokenizer, prompt, drafter, number)))
-        numbers, verify_s, step_s = zip(*rounds, strict=True)
-        slope = statistics.linear_regression(numbers, verify_s).slope
-        none = statistics.mean(step - number * slope for number, step in zip(numbers, step_s, strict=True))
+        rounds = [
+            (number, seconds_of_a_round(target, tokenizer, prompt, drafter, number))
+            for prompt in PROMPTS.values()
+            for number in range(1, drafter.config.block_size)
+        ]
+        slope, none = statistics.linear_regression(*zip(*rounds, strict=True))
         costs.append(slope / none)
-    print(
-        f"(e) one more verified token: {spread(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]"
-    )
+    print(f"(e) one more draft: {spread(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]")
 
 
 def head_share(target, tokenizer, drafter, repeats: int) -> None:
@@ -123,17 +120,17 @@ def head_share(target, tokenizer, drafter, repeats: int) -> None:
     for _ in range(repeats):
         for prompt in PROMPTS.values():
             most = drafter.config.block_size - 1
-            step_s = [seconds_of_a_round(target, tokenizer, prompt, model, most)[1] for model in (drafter, without)]
+            step_s = [seconds_of_a_round(target, tokenizer, prompt, model, most) for model in (drafter, without)]
             shares.append(1 - step_s[1] / step_s[0])
     print(f"(f) the sequential head: {spread(shares, '.1%')} of a round  [under 10%]")
 
 
-def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int) -> tuple[float, float]:
-    """Mean seconds of verifying and of the whole round."""
+def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int) -> float:
+    """Mean seconds of the rounds of one call."""
     ids, _ = encode_with_mask([{"role": "user", "content": prompt}], tokenizer, add_generation_prompt=True)
     options = {"assistant_model": drafter, "num_assistant_tokens": num_drafts}
     figures = timed_call(target, options, ids, max_new_tokens=NEW_TOKENS, temperature=0, seed=0)
-    return figures["verify_seconds"] / figures["num_steps"], figures["step_seconds"] / figures["num_steps"]
+    return figures["step_seconds"] / figures["num_steps"]
 
 
 def nbytes(value) -> int:

@@ -12,7 +12,7 @@ from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 from hyperdflash.generation_hyperdflash import ResidualTap, num_worth_verifying
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.blocks import make_blocks, previous_ids
-from hyperdflash.training.losses import confidence_loss, drafter_loss, slot_weights
+from hyperdflash.training.losses import LossOutput, confidence_loss, drafter_loss, slot_weights
 
 
 def markov_drafter(target, *, gate=False, std=1.0, **kwargs) -> HyperDFlashModel:
@@ -87,14 +87,14 @@ def test_decoding_chooses_what_training_scores(gate, monkeypatch):
     drafter = markov_drafter(target, gate=gate, block_size=6)
     rounds, own = [], drafter.propose
 
-    def recording(context, ids, noise_ids, position, num_drafts, target, cache, choose):
+    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
         drafts = []
 
         def choose_and_keep(logits):
             drafts.append(choose(logits))
             return drafts[-1]
 
-        own(context, ids, noise_ids, position, num_drafts, target, cache, choose_and_keep)
+        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
         rounds.append((ids.clone(), torch.cat(drafts).clone(), noise_ids.clone()))
 
     monkeypatch.setattr(drafter, "propose", recording)
@@ -150,7 +150,7 @@ def test_a_saved_head_is_loaded_with_the_drafter(tmp_path):
         ([0.5, 0.1, 1.0], 0.2, 1),
     ],
 )
-def test_a_draft_is_verified_while_it_raises_the_expected_tokens_a_second(rates, cost, want):
+def test_a_draft_is_made_while_it_raises_the_expected_tokens_a_second(rates, cost, want):
     assert num_worth_verifying(rates, cost) == want
     throughput = [
         (1 + sum(torch.tensor(rates[:n]).cumprod(0).tolist())) / (1 + cost * n) for n in range(1, len(rates) + 1)
@@ -158,15 +158,47 @@ def test_a_draft_is_verified_while_it_raises_the_expected_tokens_a_second(rates,
     assert all(a <= b for a, b in zip(throughput[:want], throughput[1:want], strict=False))
 
 
-def test_confidence_is_learned_where_all_earlier_slots_are_right_and_through_nothing_else():
-    logits = torch.tensor([[[0.0], [1.0], [-1.0]], [[2.0], [0.5], [3.0]]], requires_grad=True)
+def test_overlap_is_the_probability_that_a_sampled_draft_is_accepted():
+    torch.manual_seed(0)
+    hidden, verifier, lm_head = torch.randn(3, 2, 8), torch.randn(3, 2, 8), torch.randn(11, 8)
+    states, w2 = torch.randn(3, 2, 4), torch.randn(11, 4)
+    labels = torch.randint(11, (3, 2))
+    labels[2, 1] = -100
+    output = drafter_loss(
+        hidden,
+        labels,
+        lm_head,
+        hidden[:, :0],
+        gamma=4,
+        alpha=0,
+        temperature=1,
+        chunk_size=2,
+        markov_states=states,
+        markov_w2=w2,
+        verifier_hidden=verifier,
+    )
+    p, q = (verifier @ lm_head.T).softmax(-1), (hidden @ lm_head.T + states @ w2.T).softmax(-1)
+    torch.testing.assert_close(output.overlap, torch.minimum(p, q).sum(-1) * (labels != -100))
+
+
+def test_confidence_is_learned_where_a_slot_is_reached():
+    """Greedy: where all earlier slots are right; sampled: by the probability that all earlier drafts are accepted."""
+    logits = torch.tensor([[[0.0], [1.0], [-1.0]], [[2.0], [0.5], [3.0]]]).repeat(1, 1, 2).requires_grad_()
     correct = torch.tensor([[True, False, True], [False, True, True]])
+    overlap = torch.tensor([[0.4, 0.25, 1.0], [0.8, 0.6, 0.0]])
     labels = torch.tensor([[5, 5, 5], [5, 5, -100]])
-    loss = confidence_loss(logits, correct, labels, 4)
-    want = [math.log(2), math.log1p(math.exp(1.0)), math.log1p(math.exp(2.0))]  # (0, right), (1, wrong), (2, wrong)
-    assert float(loss.detach()) == pytest.approx(sum(want) / 4)
+    output = LossOutput(None, None, None, correct, overlap)
+    loss = confidence_loss(logits, output, labels, 4)
+
+    def bce(logit, rate):
+        return rate * math.log1p(math.exp(-logit)) + (1 - rate) * math.log1p(math.exp(logit))
+
+    greedy = bce(0, 1) + bce(1, 0) + bce(2, 0)
+    sampled = bce(0, 0.4) + 0.4 * bce(1, 0.25) + 0.1 * bce(-1, 1) + bce(2, 0.8) + 0.8 * bce(0.5, 0.6)
+    assert float(loss.detach()) == pytest.approx((greedy + sampled) / 4)
     (grad,) = torch.autograd.grad(loss, logits)
     assert (grad[..., 0] != 0).tolist() == [[True, True, False], [True, False, False]]
+    assert (grad[..., 1] != 0).tolist() == [[True, True, True], [True, True, False]]
 
 
 def test_the_confidence_head_teaches_the_drafter_nothing():
@@ -180,7 +212,7 @@ def test_the_confidence_head_teaches_the_drafter_nothing():
 
 
 @pytest.mark.parametrize("head", ["none", "markov"])
-def test_confidence_changes_how_many_drafts_are_verified_and_no_token(head):
+def test_confidence_changes_how_many_drafts_are_made_and_no_token(head):
     target = tiny_target()
     drafter = tiny_drafter(
         target, block_size=7, draft_head=head, markov_rank=8, draft_confidence=True, verify_cost=0.1
@@ -193,3 +225,19 @@ def test_confidence_changes_how_many_drafts_are_verified_and_no_token(head):
         assert out.sequences.tolist() == greedy(target, prompt, 40).tolist()
         numbers |= set(out.speculation.num_drafts)
     assert len(numbers) > 2
+
+
+def test_greedy_decoding_and_sampling_ask_different_outputs():
+    target = tiny_target()
+    drafter = markov_drafter(target, draft_confidence=True, verify_cost=0.5)
+    with torch.no_grad():
+        drafter.confidence_head.proj.weight.zero_()
+        drafter.confidence_head.proj.bias.copy_(torch.tensor([-20.0, 20.0]))
+    prompt = random_ids(8)
+    numbers = []
+    for do_sample in (False, True):
+        out = target.generate(
+            prompt, assistant_model=drafter, do_sample=do_sample, max_new_tokens=20, return_dict_in_generate=True
+        )
+        numbers.append(set(out.speculation.num_drafts[:-1]))
+    assert numbers == [{1}, {3}]

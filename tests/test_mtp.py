@@ -40,14 +40,14 @@ def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, mon
     mtp = tiny_mtp(target, max_drafts)
     rounds, own = [], mtp.propose
 
-    def recording(context, ids, noise_ids, position, num_drafts, target, cache, choose):
+    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
         drafts = []
 
         def choose_and_keep(logits):
             drafts.append(choose(logits))
             return drafts[-1].clone()
 
-        own(context, ids, noise_ids, position, num_drafts, target, cache, choose_and_keep)
+        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
         rounds.append((ids.clone(), [int(draft) for draft in drafts]))
 
     monkeypatch.setattr(mtp, "propose", recording)

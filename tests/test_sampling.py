@@ -185,27 +185,6 @@ def test_plain_sampling_passes_the_same_test(name):
     assert_chain_of(exact_transition(table_target(), warpers), ids)
 
 
-class PickyDrafter(TableDrafter):
-    """Drafts in order, and has a draft verified or not by the one before it, as a confident drafter does."""
-
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, choose):
-        previous, kept = int(noise_ids[0, 0]), num_drafts
-        for slot in range(num_drafts):
-            if slot and previous % 2 and kept == num_drafts:
-                kept = slot
-            previous = int(choose(self.tables[slot, previous][None]))
-        return kept
-
-
-def test_leaving_out_drafts_by_those_before_them_changes_no_probability():
-    target = table_target()
-    drafter = PickyDrafter(tiny_drafter_config(target)).eval()
-    drafter.tables = table_drafter(target, "random").tables
-    out = chain(target, 3000, 3, assistant_model=drafter, top_k=0, return_dict_in_generate=True)
-    assert set(out.speculation.num_drafts) == {1, 2, 3}
-    assert_chain_of(exact_transition(target, []), out.sequences[0])
-
-
 @pytest.mark.parametrize("name", ["none", "cold top-k and top-p"])
 def test_a_markov_head_and_a_confidence_head_keep_the_distribution(name):
     """What is accepted against is the biased and filtered distribution that the drafts were drawn from."""

@@ -22,12 +22,15 @@ class LossOutput(NamedTuple):
     loss (`torch.Tensor`, scalar): the share of these blocks in `CE + alpha * KL`; carries the gradient.
     ce (`(N, S)`), kl (`(N, P)`): by slot, unweighted, 0 where there is no label.
     correct (`(N, S)`, bool): the most likely token is the label.
+    overlap (`(N, S)`, or None): with `verifier_hidden`, the probability `sum min(p, q)` that a sampled draft is
+        accepted.
     """
 
     loss: torch.Tensor
     ce: torch.Tensor
     kl: torch.Tensor
     correct: torch.Tensor
+    overlap: torch.Tensor | None = None
 
 
 def slot_weights(num_slots: int, gamma: float) -> torch.Tensor:
@@ -49,6 +52,7 @@ def drafter_loss(
     chunk_size: int = 256,
     markov_states: torch.Tensor | None = None,
     markov_w2: torch.Tensor | None = None,
+    verifier_hidden: torch.Tensor | None = None,
 ) -> LossOutput:
     """`CE + alpha * KL` with exact denominators.
 
@@ -66,6 +70,8 @@ def drafter_loss(
         chunk_size: slots whose logits exist at the same time.
         markov_states (`(N, S, R)`, *optional*), markov_w2 (`(V, R)`): a Markov head's, whose bias both terms see; they
             get gradients too.
+        verifier_hidden (`(N, S, D)`, *optional*): normed states of the target that predict the same tokens as all
+            slots, for `overlap`.
     """
     num_slots, num_kl_slots = labels.shape[1], teacher_hidden.shape[1]
     if counts is None:
@@ -90,20 +96,26 @@ def drafter_loss(
                 num_blocks,
                 markov_states,
                 markov_w2,
+                verifier_hidden,
             )
         )
 
 
-def confidence_loss(logits: torch.Tensor, correct: torch.Tensor, labels: torch.LongTensor, count) -> torch.Tensor:
-    """Binary cross-entropy of the estimated acceptance, over slots whose earlier slots are all right.
+def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count) -> torch.Tensor:
+    """Binary cross-entropy of the estimated acceptances, greedy and sampled, each over the slots that it would reach.
+
+    A greedy draft is accepted where it is the label, a sampled one with the probability `overlap`.
 
     Args:
-        logits (`(N, S, 1)`), correct (`(N, S)`, bool), labels (`(..., S)`): -100 where a slot has no label.
+        logits (`(N, S, 2)`): of the confidence head.
+        output: of `drafter_loss` with `verifier_hidden`.
+        labels (`(..., S)`): -100 where a slot has no label.
         count: what the sum is divided by, of the whole window: valid slots.
     """
-    reached = (labels != -100).view(correct.shape)
-    reached[:, 1:] &= correct[:, :-1].long().cumprod(-1).bool()
-    loss = F.binary_cross_entropy_with_logits(logits[..., 0].float(), correct.float(), reduction="none")
+    rates = torch.stack([output.correct.float(), output.overlap], dim=-1)
+    reached = (labels != -100).view(output.correct.shape).unsqueeze(-1).repeat(1, 1, 2).float()
+    reached[:, 1:] *= rates[:, :-1].cumprod(1)
+    loss = F.binary_cross_entropy_with_logits(logits.float(), rates, reduction="none")
     return (loss * reached).sum() / count
 
 
@@ -111,11 +123,14 @@ class _HeadLoss(torch.autograd.Function):
     """Loss and its gradient by `hidden` and the Markov head in one pass over chunks of `num_blocks` blocks."""
 
     @staticmethod
-    def forward(ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks, states, w2):
+    def forward(
+        ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks, states, w2, verifier
+    ):
         needs_grad = hidden.requires_grad
         (N, S), P = labels.shape, teacher_hidden.shape[1]
         ce, kl = ce_scale.new_zeros(N, S), ce_scale.new_zeros(N, P)
         correct = torch.zeros_like(labels, dtype=torch.bool)
+        overlap = ce.new_zeros(ce.shape) if verifier is not None else None
         grad, grad_states, grad_w2 = (
             torch.zeros_like(x) if needs_grad and x is not None else None for x in (hidden, states, w2)
         )
@@ -132,6 +147,9 @@ class _HeadLoss(torch.autograd.Function):
             total = softmax.sum(-1)
             ce[rows] = (highest + total.log() - logits.gather(-1, target)[..., 0]) * valid
             correct[rows] = (choice == target[..., 0]) & valid
+            if verifier is not None:
+                p = _logits(verifier[rows], lm_head).softmax(-1)
+                overlap[rows] = torch.minimum(p, softmax / total.unsqueeze(-1)).sum(-1) * valid
             if P:
                 log_p = (_logits(teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
                 log_q = (logits[:, :P] / temperature).log_softmax(-1)
@@ -151,14 +169,14 @@ class _HeadLoss(torch.autograd.Function):
                     grad_w2 += grad_logits.flatten(0, 1).T @ states[rows].to(lm_head.dtype).flatten(0, 1)
         loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
         ctx.save_for_backward(grad, grad_states, grad_w2)
-        ctx.mark_non_differentiable(ce, kl, correct)
-        return loss, ce, kl, correct
+        ctx.mark_non_differentiable(ce, kl, correct, *([] if overlap is None else [overlap]))
+        return loss, ce, kl, correct, overlap
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return grads[0], None, None, None, None, None, None, None, *grads[1:]
+        return grads[0], None, None, None, None, None, None, None, *grads[1:], None
 
 
 def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

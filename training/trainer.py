@@ -153,7 +153,12 @@ class HyperDFlashTrainer(EpochTrainer):
         B, A, S = blocks.labels.shape
         with self._timed("target"):
             features = Features(*(x.to(args.device) for x in self.features(inputs)))
-            teacher = self._teacher(features.residual, blocks.teacher_positions[..., : self.num_kl_slots])
+            teacher = self._teacher(
+                features.residual, blocks.teacher_positions[..., : self.num_kl_slots], args.kl_teacher
+            )
+            verifier = None
+            if self.drafter_config.draft_confidence:
+                verifier = self._teacher(features.residual, blocks.teacher_positions, "hc_head")
         drafted = self._draft(model, features.context_hidden_states, blocks)
         slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in drafted.items() if name in _BY_SLOT}
         markov_head = self._drafter.markov_head
@@ -170,12 +175,13 @@ class HyperDFlashTrainer(EpochTrainer):
                 chunk_size=args.loss_chunk_size,
                 markov_states=slots.get("markov_states"),
                 markov_w2=None if markov_head is None else markov_head.markov_w2,
+                verifier_hidden=verifier,
             )
             sums = slot_sums(output, blocks.labels)
             loss = output.loss
             if "confidence_logits" in slots:
                 counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
-                loss = loss + confidence_loss(slots["confidence_logits"], output.correct, blocks.labels, counts)
+                loss = loss + confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
         if not torch.isfinite(output.loss):
             raise ValueError(
                 f"the loss is {float(output.loss)} at step {self.state.global_step}, samples "
@@ -194,22 +200,21 @@ class HyperDFlashTrainer(EpochTrainer):
         embeds = self.head.embed(blocks.input_ids).float()
         context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
         masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
-        config = self.drafter_config
-        has_heads = config.draft_head == "markov" or config.draft_confidence
+        is_markov = self.drafter_config.draft_head == "markov"
         return model(
             noise_embeds=embeds,
             context_hidden_states=context,
             attention_mask=masks,
             position_ids=blocks.position_ids,
-            previous_ids=previous_ids(blocks) if has_heads else None,
+            previous_ids=previous_ids(blocks) if is_markov else None,
         )
 
-    def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor) -> torch.Tensor:
+    def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor, kind: str) -> torch.Tensor:
         """The target's normed states at `(B, A, P)` positions, `(B * A, P, D)`."""
         B, A, P = positions.shape
         rows = torch.arange(B, device=residual.device)[:, None]
         picked = residual[rows, positions.flatten(1)]  # (B, A * P, m, D)
-        return self.head.teacher_hidden(picked, self.args.kl_teacher).view(B * A, P, picked.shape[-1])
+        return self.head.teacher_hidden(picked, kind).view(B * A, P, picked.shape[-1])
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self._timed("step"):

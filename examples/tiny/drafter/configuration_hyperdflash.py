@@ -55,10 +55,10 @@ class HyperDFlashConfig(PreTrainedConfig):
         markov_rank (`int`, *optional*, defaults to 256), markov_gate (`bool`, *optional*, defaults to `False`):
             Rank of that bias, and whether the slot's hidden state weighs its parts.
         draft_confidence (`bool`, *optional*, defaults to `False`):
-            Estimate each slot's acceptance, and verify no more drafts than are worth it.
+            Estimate each slot's acceptance, and draft no more than is worth verifying.
         verify_cost (`float`, *optional*, defaults to 0.03):
-            Time of one more verified token, as a share of a round that verifies no draft; the measure of what is worth
-            it (`python -m hyperdflash.generation.speed` measures it).
+            Time of one more draft and its verification, as a share of a round without drafts; the measure of what is
+            worth it (`python -m hyperdflash.generation.speed` measures it).
         target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
