@@ -94,6 +94,7 @@ tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md 
 	  mkdir -p docs/results/$$name && cp $(TINY)/build/benchmarks/$$name/*.* docs/results/$$name && \
 	  rm docs/results/$$name/records.jsonl docs/results/$$name/settings.json; \
 	done
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt

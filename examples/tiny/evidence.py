@@ -3,8 +3,8 @@
     python examples/tiny/evidence.py              # writes the tables into docs/evidence.md, and learning.png
     python examples/tiny/evidence.py --check      # exit status 1 if the document says anything else
 
-A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark` and from
-`baselines.py`; `make tiny-baselines` runs all of it.
+A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
+`baselines.py` and `paths.py`; `make tiny-baselines` runs all of it.
 """
 
 import argparse
@@ -193,6 +193,20 @@ def reducers() -> str:
     return table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
 
 
+def paths() -> str:
+    """How much the tiny target's residual paths differ (`paths.py`)."""
+    found = json.loads((RESULTS / "paths.json").read_text())
+    others = [value for i, row in enumerate(found["cosine"]) for value in row[i + 1 :]]
+    lines = [
+        ["cosine of two paths", f"{min(others):.2f} to {max(others):.2f}"],
+        ["energy outside the paths' mean", f"{found['energy_outside_mean']:.1%}"],
+        ["weights of the target's gate, mean", ", ".join(f"{x:.2f}" for x in found["gate_mean"])],
+        ["their standard deviation over positions", ", ".join(f"{x:.2f}" for x in found["gate_std"])],
+        ["cosine of the gate's collapse and the plain mean", f"{found['cosine_of_collapse_and_mean']:.3f}"],
+    ]
+    return table(["", "tiny target"], lines)
+
+
 TABLES = {
     "headline, temperature 0": lambda: headline(0),
     "headline, temperature 1": lambda: headline(1),
@@ -202,6 +216,7 @@ TABLES = {
     "training": training,
     "ablations": ablations,
     "reducers": reducers,
+    "paths": paths,
 }
 
 
