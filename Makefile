@@ -18,10 +18,12 @@ IN_VLLM := OMP_NUM_THREADS=1 VLLM_CACHE_ROOT=$(CURDIR)/serving/build/cache $(VLL
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
 seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
+results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* docs/results/$(1) && \
+  rm docs/results/$(1)/records.jsonl docs/results/$(1)/settings.json
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
+.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -85,16 +87,24 @@ tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
 	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
 	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
 	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/baselines.py --methods)
-	for name in headline ablations; do \
-	  mkdir -p docs/results/$$name && cp $(TINY)/build/benchmarks/$$name/*.* docs/results/$$name && \
-	  rm docs/results/$$name/records.jsonl docs/results/$$name/settings.json; \
-	done
+	$(call results,headline)
+	$(call results,ablations)
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
+	$(BIN)/python $(TINY)/evidence.py
+
+tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hours more, resumable
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only heads
+	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/heads --methods mtp:6 mtp:6=$(call seeds,mtp) \
+	  hyperdflash:6=$(call seeds,hyperdflash) hyperdflash+markov:6=$(call seeds,markov) \
+	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
+	  dspark-like:6=$(call seeds,dspark-like)
+	$(call results,heads)
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 
 from hyperdflash.generation.demo import TINY
@@ -10,6 +11,7 @@ from hyperdflash.training.arguments import load_recipe, recipe_values
 
 sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
+import calibration  # noqa: E402
 import evidence  # noqa: E402
 
 DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
@@ -105,3 +107,13 @@ def test_a_document_without_its_tables_or_with_others_is_refused(monkeypatch, te
     monkeypatch.setattr(evidence, "TABLES", {"claims": lambda: "| new |"})
     with pytest.raises(ValueError, match="the document has the tables"):
         evidence.filled(text)
+
+
+def test_the_calibration_error_is_a_hand_count():
+    rows = np.array([[0.05, 0, 0], [0.07, 1, 0], [0.91, 1, 1], [0.93, 1, 1], [1.0, 0, 2]])
+    found = calibration.summary(rows)
+    assert [part["slots"] for part in found["bins"]] == [2, 3]
+    assert found["bins"][0] == pytest.approx({"slots": 2, "estimated": 0.06, "accepted": 0.5})
+    assert found["calibration_error"] == pytest.approx((2 * 0.44 + 3 * abs(2.84 / 3 - 2 / 3)) / 5)
+    assert found["brier"] == pytest.approx((0.05**2 + 0.93**2 + 0.09**2 + 0.07**2 + 1) / 5)
+    assert found["brier_of_mean"] == pytest.approx(0.24)

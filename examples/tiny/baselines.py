@@ -1,7 +1,7 @@
 """Train everything that the tiny world compares, one run after the other: `make tiny-baselines`. Resumable.
 
     python examples/tiny/baselines.py                       # all runs, hours; goes on where it was stopped
-    python examples/tiny/baselines.py --only dflash-42      # one of them
+    python examples/tiny/baselines.py --only dflash-42      # one of them, or a group
 
 Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
 methods and the heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
@@ -244,14 +244,15 @@ def costs(run: Run, args) -> tuple[int, float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {', '.join(run.name for run in runs())}")
+    names = {name for run in runs() for name in (run.name, run.group)}
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=f"runs or groups of {', '.join(sorted(names))}")
     parser.add_argument("--methods", action="store_true", help="print the ablations as methods of a benchmark")
     args = parser.parse_args()
     if args.methods:
         print(*(run.method for run in runs() if run.group == "ablations"))
         return
-    chosen = [run for run in runs() if not args.only or run.name in args.only]
-    if unknown := set(args.only or ()) - {run.name for run in chosen}:
+    chosen = [run for run in runs() if not args.only or {run.name, run.group} & set(args.only)]
+    if unknown := set(args.only or ()) - names:
         parser.error(f"no run named {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
     failed = []

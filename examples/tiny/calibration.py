@@ -1,0 +1,119 @@
+"""Is the confidence head right? Its estimates against what was accepted, on held-out prompts, at temperatures 0 and 1.
+
+    python examples/tiny/calibration.py examples/tiny/drafter docs/results/heads      # calibration.json and .png
+
+All drafts of a block are verified (`verify_cost` 0), so that nothing is left out; a slot counts where it was reached,
+that is where all drafts before it were accepted.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from hyperdflash.encoding_deepseek_v4 import encode_with_mask
+from hyperdflash.generation.clock import timed_call
+from hyperdflash.generation.generate import load_drafter, load_target
+from hyperdflash.generation.prompt_sets import read_file
+from hyperdflash.training.files import write_atomically
+
+HERE = Path(__file__).resolve().parent
+PROMPTS = [HERE / "build" / "prompts" / "heldout" / f"{domain}.jsonl" for domain in ("code", "math", "chat")]
+NUM_BINS = 10
+
+
+def reached_slots(target, tokenizer, drafter, temperature: float, num_prompts: int) -> np.ndarray:
+    """Rows of estimate, whether accepted, and slot (from 0), of every slot that was reached."""
+    rows, estimates = [], []
+    column = int(temperature > 0)
+    drafter.config.verify_cost = 0.0
+    hook = drafter.confidence_head.register_forward_hook(
+        lambda module, args, logits: estimates.append(logits[0, 1:, column].sigmoid().tolist())
+    )
+    for path in PROMPTS:
+        for prompt in tqdm(read_file(path).prompts[:num_prompts], desc=f"{path.stem}, temperature {temperature:g}"):
+            messages = [{"role": "user", "content": prompt.turns[0]}]
+            ids, _ = encode_with_mask(messages, tokenizer, add_generation_prompt=True)
+            estimates.clear()
+            call = timed_call(
+                target, {"assistant_model": drafter}, ids, max_new_tokens=128, temperature=temperature, seed=0
+            )
+            for block, drafted, accepted in zip(estimates, call["num_drafts"], call["num_accepted"], strict=True):
+                rows += [(block[slot], slot < accepted, slot) for slot in range(min(accepted + 1, drafted))]
+    hook.remove()
+    return np.array(rows, dtype=float)
+
+
+def bins_of(rows: np.ndarray) -> list[dict]:
+    """Slots by their estimate, in equal steps from 0 to 1."""
+    index = np.minimum((rows[:, 0] * NUM_BINS).astype(int), NUM_BINS - 1)
+    return [
+        {
+            "slots": int((index == i).sum()),
+            "estimated": float(rows[index == i, 0].mean()),
+            "accepted": float(rows[index == i, 1].mean()),
+        }
+        for i in range(NUM_BINS)
+        if (index == i).any()
+    ]
+
+
+def summary(rows: np.ndarray) -> dict:
+    """Expected calibration error, Brier score beside that of the mean alone, and the bins."""
+    bins = bins_of(rows)
+    error = sum(b["slots"] * abs(b["estimated"] - b["accepted"]) for b in bins) / len(rows)
+    return {
+        "slots": len(rows),
+        "calibration_error": float(error),
+        "brier": float(((rows[:, 0] - rows[:, 1]) ** 2).mean()),
+        "brier_of_mean": float(rows[:, 1].var()),
+        "bins": bins,
+    }
+
+
+def draw(found: dict[str, dict], path: Path) -> None:
+    """The reliability plot: accepted against estimated, one panel a temperature, with the number of slots below."""
+    figure = Figure(figsize=(8, 4.6), dpi=120, layout="constrained")
+    upper, lower = figure.subplots(2, 2, sharex=True, height_ratios=(3, 1))
+    for axes, count, (temperature, part) in zip(upper, lower, found.items(), strict=True):
+        estimated, accepted, slots = zip(
+            *((b["estimated"], b["accepted"], b["slots"]) for b in part["bins"]), strict=True
+        )
+        axes.plot([0, 1], [0, 1], color="#7f7f7f", linewidth=1, linestyle="--")
+        axes.plot(estimated, accepted, color="#0072b2", marker="o")
+        axes.set(title=f"temperature {temperature}, error {part['calibration_error']:.3f}", xlim=(0, 1), ylim=(0, 1))
+        axes.set_ylabel("accepted")
+        count.bar(estimated, slots, width=0.06, color="#0072b2")
+        count.set(xlabel="estimated", ylabel="slots")
+        axes.grid(alpha=0.25)
+    figure.savefig(path, metadata={"Software": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("drafter", help="folder of a drafter with draft_confidence")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--num-prompts", type=int, default=30, help="of every domain")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    target, tokenizer = load_target(str(HERE / "target"), None, "float32")
+    drafter = load_drafter(args.drafter, None, "float32", target)
+    if drafter.confidence_head is None:
+        parser.error(f"{args.drafter} has no confidence head")
+    found = {
+        f"{temperature:g}": summary(reached_slots(target, tokenizer, drafter, temperature, args.num_prompts))
+        for temperature in (0.0, 1.0)
+    }
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(args.output / "calibration.json", (json.dumps(found, indent=1) + "\n").encode())
+    draw(found, args.output / "calibration.png")
+    for temperature, part in found.items():
+        print(f"temperature {temperature}: error {part['calibration_error']:.3f} on {part['slots']:,} slots")
+
+
+if __name__ == "__main__":
+    main()
