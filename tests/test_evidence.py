@@ -97,16 +97,16 @@ def test_a_part_of_a_round_that_is_not_told_apart_is_left_blank(monkeypatch):
 
 
 def test_a_table_of_the_document_is_replaced_and_nothing_else(monkeypatch):
-    monkeypatch.setattr(evidence, "TABLES", {"claims": lambda: "| new |"})
+    monkeypatch.setattr(evidence, "TABLES", {"evidence.md": {"claims": lambda: "| new |"}})
     text = "before\n<!-- claims -->\n| old |\n| table |\n<!-- end -->\nafter\n"
-    assert evidence.filled(text) == "before\n<!-- claims -->\n| new |\n<!-- end -->\nafter\n"
+    assert evidence.filled("evidence.md", text) == "before\n<!-- claims -->\n| new |\n<!-- end -->\nafter\n"
 
 
 @pytest.mark.parametrize("text", ["no table", "<!-- claims -->\n<!-- end -->\n<!-- other -->\n<!-- end -->"])
 def test_a_document_without_its_tables_or_with_others_is_refused(monkeypatch, text):
-    monkeypatch.setattr(evidence, "TABLES", {"claims": lambda: "| new |"})
-    with pytest.raises(ValueError, match="the document has the tables"):
-        evidence.filled(text)
+    monkeypatch.setattr(evidence, "TABLES", {"evidence.md": {"claims": lambda: "| new |"}})
+    with pytest.raises(ValueError, match="evidence.md has the tables"):
+        evidence.filled("evidence.md", text)
 
 
 def test_the_calibration_error_is_a_hand_count():

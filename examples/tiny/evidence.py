@@ -1,10 +1,10 @@
-"""The tables and the picture of docs/evidence.md, from the files in docs/results: no figure there is typed by hand.
+"""The tables and pictures of docs/evidence.md and docs/heads.md, from docs/results: no figure is typed by hand.
 
-    python examples/tiny/evidence.py              # writes the tables into docs/evidence.md, and learning.png
-    python examples/tiny/evidence.py --check      # exit status 1 if the document says anything else
+    python examples/tiny/evidence.py              # writes the tables into the documents that are there, and learning.png
+    python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
-`baselines.py` and `paths.py`; `make tiny-baselines` runs all of it.
+`baselines.py` and `paths.py`; `make tiny-baselines` and `make tiny-heads` run all of it.
 """
 
 import argparse
@@ -18,8 +18,8 @@ from hyperdflash.generation.report import spread, table
 from hyperdflash.training.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / "docs" / "results"
-DOCUMENT = ROOT / "docs" / "evidence.md"
+DOCS = ROOT / "docs"
+RESULTS = DOCS / "results"
 # Beginning of a line in the results -> what the tables call it
 METHODS = {
     "prompt-lookup:6": "prompt lookup (6)",
@@ -31,6 +31,15 @@ METHODS = {
     "fc:6": "fc (6)",
     "mean:6": "mean (6)",
     "hyperdflash:6": "HyperDFlash (6)",
+}
+HEADS = {
+    "mtp:6 (the target": "MTP, the target's own",
+    "mtp:6 (mtp": "MTP, trained further",
+    "hyperdflash:6": "HyperDFlash",
+    "hyperdflash+markov:6": "HyperDFlash + Markov",
+    "hyperdflash+markov+confidence:6": "HyperDFlash + Markov + confidence",
+    "mean+markov:6": "mean + Markov",
+    "dspark-like:6": "DSpark-like",
 }
 HYPERDFLASH, DFLASH = "hyperdflash:6", "dflash:6"
 CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
@@ -70,13 +79,13 @@ def means(rows: list[dict], name: str) -> list[float]:
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
-def headline(temperature: float) -> str:
+def speed_and_tau(group: str, methods: dict[str, str], temperature: float) -> str:
     """The paper's Table 2: speed-up and tau on every set."""
-    rows = read_rows("headline")
+    rows = read_rows(group)
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
     header = ["method", *(f"{name} {what}" for name in [*sets, "mean"] for what in ("speed-up", "tau"))]
     lines = []
-    for method, label in METHODS.items():
+    for method, label in methods.items():
         own = rows_of(rows, method, temperature)
         parts = [*([row for row in own if row["dataset"] == name] for name in sets), own]
         cells = [
@@ -88,11 +97,11 @@ def headline(temperature: float) -> str:
     return table(header, lines)
 
 
-def positions() -> str:
+def positions(group: str, methods: dict[str, str]) -> str:
     """The paper's Figure 1 in numbers: acceptance by position, mean over sets and seeds, temperature 0."""
-    rows = read_rows("headline")
+    rows = read_rows(group)
     lines = []
-    for method, label in METHODS.items():
+    for method, label in methods.items():
         rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method)]
         rates = [fmean(column) for column in zip(*rates, strict=True)]
         lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
@@ -207,16 +216,57 @@ def paths() -> str:
     return table(["", "tiny target"], lines)
 
 
+def heads_claims() -> str:
+    """Ratios of means over sets and seeds, the better MTP module counting."""
+    rows = read_rows("heads")
+    lines = []
+    for name, what in (("acceptance_length", "tau"), ("speedup", "speed-up")):
+        for method, other in (
+            ("hyperdflash+markov:6", "mtp:6"),
+            ("hyperdflash+markov:6", "hyperdflash:6"),
+            ("hyperdflash+markov:6", "mean+markov:6"),
+            ("hyperdflash+markov:6", "dspark-like:6"),
+            ("hyperdflash+markov+confidence:6", "hyperdflash+markov:6"),
+        ):
+            cells = []
+            for temperature in (0, 1):
+                ours = fmean(means(rows_of(rows, method, temperature), name))
+                if other == "mtp:6":
+                    theirs = best_mtp(rows, 6, name, temperature)
+                else:
+                    theirs = fmean(means(rows_of(rows, other, temperature), name))
+                cells.append(f"{ours / theirs:.3f}")
+            lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP, the better')}", *cells])
+    return table(["", "temperature 0", "temperature 1"], lines)
+
+
+def calibration() -> str:
+    """The confidence head's error (`calibration.py`)."""
+    found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
+    names = ("calibration_error", "brier", "brier_of_mean")
+    lines = [[t, f"{part['slots']:,}", *(f"{part[name]:.3f}" for name in names)] for t, part in found.items()]
+    return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
+
+
 TABLES = {
-    "headline, temperature 0": lambda: headline(0),
-    "headline, temperature 1": lambda: headline(1),
-    "claims": claims,
-    "positions": positions,
-    "rounds": rounds,
-    "training": training,
-    "ablations": ablations,
-    "reducers": reducers,
-    "paths": paths,
+    "evidence.md": {
+        "headline, temperature 0": lambda: speed_and_tau("headline", METHODS, 0),
+        "headline, temperature 1": lambda: speed_and_tau("headline", METHODS, 1),
+        "claims": claims,
+        "positions": lambda: positions("headline", METHODS),
+        "rounds": rounds,
+        "training": training,
+        "ablations": ablations,
+        "reducers": reducers,
+        "paths": paths,
+    },
+    "heads.md": {
+        "heads, temperature 0": lambda: speed_and_tau("heads", HEADS, 0),
+        "heads, temperature 1": lambda: speed_and_tau("heads", HEADS, 1),
+        "claims": heads_claims,
+        "positions": lambda: positions("heads", HEADS),
+        "calibration": calibration,
+    },
 }
 
 
@@ -248,14 +298,15 @@ def draw_learning() -> None:
 # ------------------------------------------------------------------------------------------------------------ document
 
 
-def filled(text: str) -> str:
-    """The document with its tables made anew. Raises `ValueError` where its tables are not those of `TABLES`."""
+def filled(document: str, text: str) -> str:
+    """The text of a document with its tables made anew. Raises `ValueError` where it has others than in `TABLES`."""
+    tables = TABLES[document]
     found = re.findall(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", text, flags=re.DOTALL)
-    if sorted(found) != sorted(TABLES):
-        raise ValueError(f"the document has the tables {found}; there are {list(TABLES)}")
+    if sorted(found) != sorted(tables):
+        raise ValueError(f"{document} has the tables {found}; there are {list(tables)}")
     return re.sub(
         r"<!-- ([^>]+?) -->\n.*?<!-- end -->",
-        lambda match: f"<!-- {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->",
+        lambda match: f"<!-- {match[1]} -->\n{tables[match[1]]()}\n<!-- end -->",
         text,
         flags=re.DOTALL,
     )
@@ -265,14 +316,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = DOCUMENT.read_text(encoding="utf-8")
-    if args.check:
-        if filled(text) != text:
-            print(f"{DOCUMENT} differs from docs/results: run examples/tiny/evidence.py", file=sys.stderr)
+    for document in (DOCS / name for name in TABLES if (DOCS / name).exists()):
+        text = document.read_text(encoding="utf-8")
+        new = filled(document.name, text)
+        if args.check and new != text:
+            print(f"{document} differs from docs/results: run examples/tiny/evidence.py", file=sys.stderr)
             return 1
-        return 0
-    write_atomically(DOCUMENT, filled(text).encode())
-    draw_learning()
+        if not args.check:
+            write_atomically(document, new.encode())
+    if not args.check:
+        draw_learning()
     return 0
 
 
