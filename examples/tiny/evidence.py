@@ -1,6 +1,6 @@
 """The tables and pictures of docs/evidence.md and docs/heads.md, from docs/results: no figure is typed by hand.
 
-    python examples/tiny/evidence.py              # writes the tables into the documents that are there, and learning.png
+    python examples/tiny/evidence.py              # writes the tables of the documents, and learning.png
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
