@@ -143,7 +143,7 @@ ABLATIONS = {
 HEADS = {
     "markov": (
         "HyperDFlash with a Markov head, and a confidence head, which teaches it nothing",
-        {**MARKOV, "draft_confidence": True, "verify_cost": 0.02},
+        {**MARKOV, "draft_confidence": True},
         (),
     ),
     "dspark-like": (
