@@ -121,6 +121,11 @@ ABLATIONS = {
     "fc": ("dense projection of the paths", {"reducer": "fc"}, ()),
     "hidden-layers": ("intermediate layers, dense projection", HIDDEN, (HIDDEN_FEATURES,)),
     "dflash": ("the same without KL: vanilla DFlash", HIDDEN, ("kl_alpha=0", HIDDEN_FEATURES)),
+    "first-layer": (
+        "the target's first layer alone: nearly the embeddings",
+        {**HIDDEN, "target_layer_ids": [0]},
+        (f"features_dir={BUILD / 'features-first-layer'}",),
+    ),
     "kl-1-slot": ("KL on one slot", {}, ("kl_num_slots=1",)),
     "kl-6-slots": ("KL on all six slots", {}, ("kl_num_slots=6",)),
     "gamma-0": ("all slots weigh alike", {}, ("gamma=0",)),
