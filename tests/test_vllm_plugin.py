@@ -9,6 +9,7 @@ from tiny_v4 import tiny_drafter, tiny_target
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash_vllm import checks
+from hyperdflash_vllm.markov import MarkovHead
 from hyperdflash_vllm.reducer import REDUCERS
 
 
@@ -25,15 +26,34 @@ def nested(target):
     return vllm_config(drafter.config)[NESTED]
 
 
-def setup(target, nested, *, architectures=("DeepseekV4ForCausalLM",), stages=1, dtype="bfloat16", drafts=3, **sizes):
-    """A `VllmConfig` as far as it is read; `sizes` change the target's config."""
+def setup(
+    target,
+    nested,
+    *,
+    architectures=("DeepseekV4ForCausalLM",),
+    stages=1,
+    dtype="bfloat16",
+    drafts=3,
+    said=None,
+    **sizes,
+):
+    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config."""
     names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
     hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
     draft = Namespace(hf_config=Namespace(**({} if nested is None else {NESTED: nested})))
     return Namespace(
         model_config=Namespace(architectures=list(architectures), hf_config=hf_config),
         parallel_config=Namespace(pipeline_parallel_size=stages),
-        speculative_config=Namespace(draft_model_config=draft, kv_cache_dtype=dtype, num_speculative_tokens=drafts),
+        speculative_config=Namespace(
+            **{
+                "draft_model_config": draft,
+                "kv_cache_dtype": dtype,
+                "num_speculative_tokens": drafts,
+                "use_local_argmax_reduction": False,
+                "num_speculative_tokens_per_batch_size": None,
+                **(said or {}),
+            }
+        ),
     )
 
 
@@ -62,6 +82,29 @@ def test_a_sound_setup_passes(target, nested):
 def test_a_setup_that_cannot_work_is_refused_with_the_way_out(target, nested, changes, message):
     with pytest.raises(ValueError, match=message):
         checks.check_setup(setup(target, nested, **changes))
+
+
+@pytest.mark.parametrize(
+    ("head", "said", "message"),
+    [
+        ("markov", {"use_local_argmax_reduction": True}, "use_local_argmax_reduction=True does not go with"),
+        ("markov", {"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}, "num_speculative_tokens_per_batch_size="),
+        ("other", {}, "draft_head 'other' is unknown to this plug-in"),
+    ],
+)
+def test_what_a_sequential_head_cannot_work_with_is_refused(target, nested, head, said, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check_setup(setup(target, {**nested, "draft_head": head}, said=said))
+    checks.check_setup(setup(target, {**nested, "draft_head": "markov"}))
+    checks.check_setup(setup(target, nested, said=said))
+
+
+def test_logits_of_other_rows_than_all_drafts_are_noticed():
+    checks.check_rows(num_rows=12, num_drafts=3, num_ids=16)
+    checks.check_rows(num_rows=12, num_drafts=3, num_ids=24)  # padded
+    for rows, ids in ((11, 16), (12, 15), (12, 0)):
+        with pytest.raises(RuntimeError, match=f"logits of {rows} drafts after a forward of {ids} ids"):
+            checks.check_rows(rows, 3, ids)
 
 
 def test_a_draft_that_was_not_exported_is_refused(target):
@@ -165,3 +208,55 @@ def test_the_mean_is_the_drafters_mean(target):
     drafter = tiny_drafter(target, reducer="mean")
     H = torch.randn(1, 50, 2, 32)
     assert torch.equal(REDUCERS["mean"](vllm_config(drafter.config)[NESTED])(H[0].flatten(1)), drafter.reducer(H)[0])
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, monkeypatch, gate, dtype):
+    """Logits and choices of `propose`, from the same hidden states, for four requests at once."""
+    drafter = tiny_drafter(target, draft_head="markov", markov_rank=8, markov_gate=gate)
+    for weight in (drafter.markov_head.markov_w1, drafter.markov_head.markov_w2):
+        torch.nn.init.normal_(weight)
+    drafter.to(dtype)
+    B, N = 4, 3
+    hidden, anchors = torch.randn(B, N, 32, dtype=dtype), torch.randint(64, (B,))
+    lm_head = Namespace(lm_head=torch.nn.Linear(32, 64, bias=False, dtype=dtype))
+    want = []
+
+    def choose(logits):
+        want.append(logits)
+        return logits.argmax(-1)
+
+    with torch.no_grad():
+        for request in range(B):
+            monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: hidden[request])
+            noise_ids = torch.tensor([[int(anchors[request]), 63, 63, 63]])
+            drafter.propose(None, None, noise_ids, 0, N, lm_head, None, choose)
+        want = torch.cat(want)
+
+        torch.set_default_dtype(dtype)  # as vLLM does while it builds the draft
+        try:
+            head = MarkovHead(vllm_config(drafter.config)[NESTED])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        head.load_state_dict(drafter.markov_head.state_dict())
+        logits = lm_head.lm_head(hidden.flatten(0, 1))
+        got = head(logits, hidden.flatten(0, 1), anchors, torch.float32)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert not torch.equal(got.argmax(-1), logits.argmax(-1))  # the bias decides
+
+
+def test_logits_that_vllm_keeps_for_verification_are_chosen_from_as_they_are_kept(target):
+    """In bf16 where vLLM keeps bf16: the bias of a slot follows what vLLM's argmax of the row before it will be."""
+    config = vllm_config(tiny_drafter(target, draft_head="markov", markov_rank=8).config)[NESTED]
+    head = MarkovHead(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+        logits = torch.randn(6, 64).bfloat16()
+        biased = head(logits, torch.randn(6, 32), torch.tensor([5, 9]), torch.bfloat16)
+        assert biased.dtype == torch.bfloat16
+        previous = torch.stack([torch.tensor([5, 9]), *biased.view(2, 3, -1).argmax(-1)[:, :2].T], dim=1).flatten()
+        bias = head.markov_w1[previous] @ head.markov_w2.T
+    assert torch.equal(biased, (logits.float() + bias).bfloat16())

@@ -12,6 +12,7 @@ decides next to nothing, while all layers have their say.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from official import save_official
@@ -134,8 +135,43 @@ def silent_drafter(target, **kwargs) -> HyperDFlashModel:
     return drafter
 
 
+def chain_drafter(target) -> HyperDFlashModel:
+    """A silent drafter whose sequential head drafts the successor of the token before, as the target nearly always
+    goes on: right only where it is told the true anchor and its own drafts, in order."""
+    drafter = silent_drafter(target, draft_head="markov", markov_rank=64, draft_confidence=True)
+    with torch.no_grad():
+        w1 = torch.randn(VOCAB_SIZE, 64)
+        drafter.markov_head.markov_w1.copy_(w1)
+        drafter.markov_head.markov_w2.copy_(2 * w1.roll(1, dims=0))
+    return drafter
+
+
+def markov_drafter(target) -> HyperDFlashModel:
+    """A random drafter whose gated bias decides as much as its logits."""
+    drafter = random_drafter(target, draft_head="markov", markov_rank=16, markov_gate=True)
+    for weight in (drafter.markov_head.markov_w1, drafter.markov_head.markov_w2):
+        torch.nn.init.normal_(weight)
+    return drafter
+
+
+def sequential_logits(drafter, hidden: torch.Tensor, noise_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A head's weight, and the logits that the drafter's own loop chooses from, given the block's `hidden`."""
+    lm_head = torch.nn.Linear(drafter.config.hidden_size, drafter.config.vocab_size, bias=False)
+    lm_head.weight.data = (4 * lm_head.weight).bfloat16().float()
+    rows = []
+
+    def choose(logits):
+        rows.append(logits)
+        return logits.argmax(-1)
+
+    drafter.draft_hidden = lambda *args: hidden
+    drafter.propose(None, None, noise_ids, 0, len(hidden), SimpleNamespace(lm_head=lm_head), None, choose)
+    return {"lm_head": lm_head.weight.detach(), "ids": noise_ids[0], "logits": torch.cat(rows)}
+
+
 def write_states(drafter, file: Path, *, num_context: int = 100) -> None:
-    """Inputs, reduced features and final states of one block in fp32, from the weights as exported (bf16)."""
+    """Inputs, reduced features, final states and sequential logits of one block in fp32, from the weights as exported
+    (bf16)."""
     config = drafter.config
     torch.manual_seed(2)
     residual = torch.randn(1, num_context, config.hc_mult, config.target_hidden_size).bfloat16().float()
@@ -144,11 +180,15 @@ def write_states(drafter, file: Path, *, num_context: int = 100) -> None:
     with torch.no_grad():
         reduced = drafter.reducer(residual)
         states = drafter(noise_embeds=embeds, context_hidden_states=residual, position_ids=positions)
+        noise_ids = torch.tensor([[7] + [MASK_TOKEN_ID] * (config.block_size - 1)])
+        with_head = config.draft_head == "markov"
+        more = sequential_logits(drafter, states.last_hidden_state[0, 1:], noise_ids) if with_head else {}
     tensors = {
         "residual": residual[0].flatten(1),
         "embeds": embeds[0],
         "reduced": reduced[0],
         "states": states.last_hidden_state[0],
+        **more,
     }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
@@ -187,12 +227,14 @@ def main() -> None:
         save_official(target, BUILD / name / "target")
         export(silent_drafter(target), BUILD / name / "silent")
         export(random_drafter(target), BUILD / name / "random")
+        export(chain_drafter(target), BUILD / name / "chain")
         if name == "sliding":
             full = ["full_attention"] * 2
             for reducer in ("mean", "fc"):
                 export(random_drafter(target, reducer=reducer), BUILD / name / reducer)
             export(random_drafter(target, layer_types=full), BUILD / name / "full")
             export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
+            export(markov_drafter(target), BUILD / name / "markov")
             export_stock(target, BUILD / name / "stock")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))

@@ -5,7 +5,7 @@ Targets and drafters are random (`make_tiny.py`): what is held here is the machi
 
 import pytest
 
-DRAFTERS = ("silent", "random", "full", "mean", "fc", "inherited")
+DRAFTERS = ("silent", "random", "full", "mean", "fc", "inherited", "markov", "chain")
 
 
 def accepted(result) -> list[int]:
@@ -38,6 +38,14 @@ def test_a_draft_that_is_right_now_and_then_is_accepted_then(engine):
     assert accepted(result)[1:] == [0, 0]
 
 
+def test_a_sequential_head_follows_the_anchor_and_its_own_drafts(engine):
+    """Its drafts are the successors of the true last token: seven of eight are right, at every position."""
+    result = engine(drafter="chain/served", watch=True)
+    rounds = result["metrics"]["vllm:spec_decode_num_drafts"]
+    assert min(accepted(result)) > 0.5 * rounds
+    assert "confidence head is not used" in result["log"]
+
+
 def test_fewer_drafts_than_the_block_has_are_served(engine):
     assert engine(drafter="silent/served", drafts=1, num_batches=1)["tokens"] == engine(num_batches=1)["tokens"]
 
@@ -68,9 +76,10 @@ def test_a_stock_dflash_draft_of_v4_runs_as_without_the_plugin(engine):
 @pytest.mark.parametrize("target", ["sliding", "mixed"])
 def test_drafted_greedy_tokens_are_the_plain_ones_on_the_v2_runner(engine, target):
     small = {"runner": "v2", "num_batches": 2, "max_tokens": 20}
-    drafted = engine(target, "silent/served", watch=True, **small)
+    drafted = engine(target, "chain/served", watch=True, **small)
     assert drafted["tokens"] == engine(target, **small)["tokens"]
     assert drafted["watched"]["equal"] == drafted["watched"]["calls"] > 0
+    assert min(accepted(drafted)) > 0.4 * drafted["metrics"]["vllm:spec_decode_num_drafts"]
 
 
 # ------------------------------------------------------------------------------------------------------------ refusals

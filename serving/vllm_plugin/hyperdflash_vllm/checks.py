@@ -55,6 +55,7 @@ def check_setup(vllm_config) -> None:
     check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
     check_cache_dtype(speculative.kv_cache_dtype)
     check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
+    check_head(config, speculative)
     check_shapes(config, vllm_config.model_config.hf_config)
 
 
@@ -99,6 +100,20 @@ def check_num_drafts(num_speculative_tokens: int, block_size: int) -> None:
             f"num_speculative_tokens={num_speculative_tokens}, but the drafter was trained on blocks of "
             f"{block_size - 1} drafts: use at most {block_size - 1}"
         )
+
+
+def check_head(config: dict, speculative) -> None:
+    """A sequential head sees the logits of all drafts, as many in every round."""
+    if config["draft_head"] == "none":
+        return
+    if config["draft_head"] != "markov":
+        raise ValueError(f"draft_head {config['draft_head']!r} is unknown to this plug-in: install a newer one")
+    for name in ("use_local_argmax_reduction", "num_speculative_tokens_per_batch_size"):
+        if value := getattr(speculative, name):
+            raise ValueError(
+                f"{name}={value!r} does not go with the drafter's draft_head 'markov': leave it out of "
+                "speculative_config"
+            )
 
 
 def check_shapes(config: dict, target) -> None:
@@ -146,6 +161,16 @@ def check_width(found: int, expected: int) -> None:
         raise RuntimeError(
             f"the drafter got {found} features a token in place of its {expected} (hc_mult paths): another class than "
             f"the plug-in's serves the target in {vllm_version()}; is a second plug-in for DeepSeek-V4 installed?"
+        )
+
+
+def check_rows(num_rows: int, num_drafts: int, num_ids: int) -> None:
+    """The logits are of all drafts of the requests whose ids went into the draft model. Raises `RuntimeError`."""
+    if num_rows % num_drafts or num_rows // num_drafts * (num_drafts + 1) > num_ids:
+        raise RuntimeError(
+            f"{vllm_version()} asks for the logits of {num_rows} drafts after a forward of {num_ids} ids, where each "
+            f"request has {num_drafts} drafts and an anchor: the drafter's draft_head 'markov' cannot be served with "
+            f"it; use a tested version ({', '.join(TESTED_VLLM)})"
         )
 
 
