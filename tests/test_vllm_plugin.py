@@ -8,7 +8,8 @@ from tiny_v4 import tiny_drafter, tiny_target
 
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
-from hyperdflash_vllm import checks
+from hyperdflash_vllm import checks, features
+from hyperdflash_vllm.capture import RowCapture
 from hyperdflash_vllm.markov import MarkovHead
 from hyperdflash_vllm.reducer import REDUCERS
 
@@ -73,7 +74,7 @@ def test_a_sound_setup_passes(target, nested):
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture is Qwen3ForCausalLM"),
         ({"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}, "DeepSeek-V4.1"),
         ({"drafts": 4}, "num_speculative_tokens=4, .* use at most 3"),
-        ({"vocab_size": 65}, "vocabulary 64, but the target has 65: serve it beside some/target"),
+        ({"vocab_size": 65}, "vocabulary 64, but the target has 65: take some/target"),
         ({"hidden_size": 64}, "hidden size 32, but the target has 64"),
         ({"hc_mult": 4}, "hc_mult 2, but the target has 4"),
         ({"num_hidden_layers": 4}, "number of layers 3, but the target has 4"),
@@ -260,3 +261,98 @@ def test_logits_that_vllm_keeps_for_verification_are_chosen_from_as_they_are_kep
         previous = torch.stack([torch.tensor([5, 9]), *biased.view(2, 3, -1).argmax(-1)[:, :2].T], dim=1).flatten()
         bias = head.markov_w1[previous] @ head.markov_w2.T
     assert torch.equal(biased, (logits.float() + bias).bfloat16())
+
+
+# ------------------------------------------------------------------------------------------------------------ features
+
+
+def forward_of(*rows, padding=0):
+    """Inputs and paths `(T, 2 * 3)` of a forward that holds these sequences end to end, each with its positions."""
+    ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
+    positions = torch.cat([torch.arange(len(row)) for row in rows] + [torch.zeros(padding, dtype=torch.long)])
+    return ids, positions, torch.randn(len(ids), 6)
+
+
+def test_rows_of_several_requests_are_told_apart_in_any_order():
+    capture, rows = RowCapture(num_paths=2), [[5, 6, 7], [5, 6], [9]]
+    capture.start(rows)
+    first, second = forward_of(rows[2], rows[0], padding=3), forward_of(rows[1])
+    capture.take(*first)
+    capture.take(*second)
+    shard = capture.shard(rows)
+    want = torch.cat([first[2][1:4], second[2], first[2][:1]]).bfloat16()
+    assert torch.equal(shard["context"], want.view(6, 2, 3))
+    assert shard["offsets"].tolist() == [0, 3, 5, 6]
+
+
+def test_a_sequence_that_was_cut_or_never_run_is_named():
+    capture, rows = RowCapture(num_paths=2), [[5, 6], [7, 8, 9]]
+    capture.start(rows)
+    ids, positions, paths = forward_of(rows[0], rows[1])
+    capture.take(ids[:4], positions[:4], paths[:4])
+    capture.take(ids[4:], positions[4:], paths[4:])
+    with pytest.raises(ValueError, match=r"1 of 2 sequences never went .* number 1 of the shard \(3 tokens\)"):
+        capture.shard(rows)
+
+
+def test_nothing_is_kept_of_what_is_not_wanted_and_nothing_of_the_shard_before():
+    capture = RowCapture(num_paths=2)
+    capture.take(*forward_of([1, 2]))
+    capture.start([[1, 2]])
+    capture.take(*forward_of([3]))
+    assert not capture.found
+    capture.take(*forward_of([1, 2]))
+    capture.start([[4]])
+    with pytest.raises(ValueError, match="1 of 1 sequences"):
+        capture.shard([[1, 2]])
+
+
+def test_features_that_are_not_finite_are_refused():
+    capture = RowCapture(num_paths=2)
+    capture.start([[1], [2]])
+    ids, positions, paths = forward_of([1], [2])
+    paths[1, 3] = float("nan")
+    capture.take(ids, positions, paths)
+    with pytest.raises(ValueError, match="sequence 1 of the shard holds NaN"):
+        capture.shard([[1], [2]])
+
+
+def test_features_of_another_target_are_refused_as_such(target, nested):
+    plan = {name: value for name, value in nested.items() if name != "block_size"}
+    config = setup(target, None, vocab_size=65)
+    with pytest.raises(ValueError, match="the features' plan was made for a target with vocabulary 64"):
+        checks.check_features_setup(config, plan)
+    with pytest.raises(ValueError, match="architecture is Qwen3ForCausalLM"):
+        checks.check_features_setup(setup(target, None, architectures=["Qwen3ForCausalLM"]), plan)
+    checks.check_features_setup(setup(target, None), plan)
+    stranger = fingerprint_tensors(tiny_target(seed=9))["hc_head_fn"]
+    with pytest.raises(ValueError, match="the features' plan was made for another target"):
+        checks.check_fingerprint(plan, {"hc_head_fn": stranger})
+
+
+def test_batches_hold_all_rows_in_order_and_fit_the_scheduler():
+    rows = [[1] * n for n in (5, 3, 4, 9, 1, 1, 1, 1)]
+    batches = features.make_batches(rows, max_tokens=9, max_rows=3)
+    assert [len(row) for batch in batches for row in batch] == [5, 3, 4, 9, 1, 1, 1, 1]
+    assert [[len(row) for row in batch] for batch in batches] == [[5, 3], [4], [9], [1, 1, 1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"method": "dflash"}}, "speculative_config is for serving"),
+        ({"max_num_batched_tokens": 99}, "max_num_batched_tokens=99 is less than the longest sequence, 100"),
+    ],
+)
+def test_options_that_would_lose_rows_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        features.engine_options(options, {}, longest=100)
+
+
+def test_a_folder_without_a_plan_is_refused_with_the_command(tmp_path):
+    with pytest.raises(FileNotFoundError, match="hyperdflash features RECIPE --vllm"):
+        features.write_all(tmp_path, {})
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / features.PLAN).write_text('{"format": "other"}\n')
+    with pytest.raises(ValueError, match="no plan of this version"):
+        features.write_all(tmp_path, {})

@@ -13,6 +13,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build"
+MAIN_PYTHON = os.environ.get("HYPERDFLASH_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
 # Of V4's pages (64 and 256 positions) and window (128): prompts that end around them
 LENGTHS = ((58, 5, 120, 30), (61, 126, 20, 7), (250, 3, 64, 128))
 
@@ -66,6 +67,18 @@ def engine(build, tmp_path_factory):
         return results[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def main_python() -> str:
+    """Python of the main environment."""
+    return MAIN_PYTHON
+
+
+@pytest.fixture(scope="session")
+def run_job():
+    """`start`."""
+    return start
 
 
 def start(job: dict, folder: Path) -> dict:

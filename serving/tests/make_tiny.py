@@ -21,12 +21,14 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation import cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash.training.export import export_drafter
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
+TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "target"
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB_SIZE, MASK_TOKEN_ID, MAIN_TOKEN_ID = 320, 319, 201
 LAYERS = {"sliding": [SLIDING] * 3, "mixed": [SLIDING, SLIDING, CSA, HCA, SLIDING]}
@@ -219,6 +221,26 @@ def export_stock(target, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def plan_features(folder: Path, target: Path) -> None:
+    """Token rows around pages and window, two of them alike, a recipe for them, and the plan for vLLM."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, target)
+    generator = torch.Generator().manual_seed(4)
+    for split, lengths in (("train", (5, 64, 130, 200, 17, 9, 128, 63)), ("eval", (40, 70))):
+        rows = [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
+        rows = [{"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in [*rows, rows[0]]]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(
+        f"target: {target}\ntrain_data: [{folder / 'train.jsonl'}]\neval_data: [{folder / 'eval.jsonl'}]\n"
+        f"output_dir: {folder / 'run'}\nfeatures_dir: {folder / 'store'}\nfeatures: offline\nmax_length: 256\n"
+        f"drafter: {{mask_token_id: {MASK_TOKEN_ID}, num_hidden_layers: 1, block_size: 4}}\nuse_cpu: true\n"
+        "bf16: true\nmax_steps: 3\nper_device_train_batch_size: 2\nnum_anchors: 4\nreport_to: none\n"
+    )
+    cli.main(["features", str(folder / "recipe.yaml"), "--vllm"])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -237,6 +259,7 @@ def main() -> None:
             export(markov_drafter(target), BUILD / name / "markov")
             export_stock(target, BUILD / name / "stock")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
+    plan_features(BUILD / "features", BUILD / "sliding" / "target")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))
     print(f"{BUILD}: targets {', '.join(LAYERS)}, and their drafters")
 

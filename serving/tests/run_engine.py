@@ -3,6 +3,8 @@
 JOB has `target`, `runner` ("v1" or "v2"), `batches` (each a list of prompts, lists of ids), `max_tokens`, and
 optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter gets with the
 target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins` (VLLM_PLUGINS).
+With `features`, a planned features folder, its shards are written instead, by the plug-in's own command with
+`options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
 RESULT has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` (accepted drafts of each, by prompt)
 and `watched`, or `error`, the refusal.
 """
@@ -15,6 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cpu_shim
+import torch
+from safetensors.torch import save_file
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -63,6 +67,40 @@ class Watch:
 
     def result(self) -> dict:
         return {"calls": self.calls, "equal": self.equal, "rows": self.rows}
+
+
+def keep_forwards() -> list[tuple]:
+    """Ids, positions, and what hc_head collapses, of every forward from now on."""
+    from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
+
+    seen, stock = [], DeepseekV4Model.forward
+
+    def forward(model, input_ids, positions, *args, **kwargs):
+        collapse = model.hc_head_op.forward
+
+        def keep(hidden_states, *rest):
+            seen.append((input_ids.clone(), positions.clone(), hidden_states.clone()))
+            return collapse(hidden_states, *rest)
+
+        model.hc_head_op.forward = keep
+        try:
+            return stock(model, input_ids, positions, *args, **kwargs)
+        finally:
+            model.hc_head_op.forward = collapse
+
+    DeepseekV4Model.forward = forward
+    return seen
+
+
+def write_features(job: dict) -> dict:
+    from hyperdflash_vllm import features
+
+    seen = keep_forwards()
+    status = features.main([job["features"], "--model", job["target"], *job["options"]])
+    if status == 0:
+        ids, positions, residuals = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        save_file({"ids": ids, "positions": positions, "residuals": residuals}, job["seen"])
+    return {"status": status, "forwards": len(seen)}
 
 
 def skip_copy() -> None:
@@ -159,7 +197,7 @@ def main(job_file: str, result_file: str) -> None:
         cpu_shim.triton_interpreter()
     cpu_shim.apply(interpreter=job["runner"] == "v2")
     try:
-        result = generate(job)
+        result = write_features(job) if "features" in job else generate(job)
     except (ValueError, RuntimeError) as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}

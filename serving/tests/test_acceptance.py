@@ -1,7 +1,6 @@
 """A really trained drafter accepts in vLLM what it accepts in transformers, on the same sequences."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-MAIN_PYTHON = os.environ.get("HYPERDFLASH_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
 NUM_ROUNDS, NEW_TOKENS, DRAFTS, BATCH = 4000, 440, 6, 16
 TIE = 0.25  # nats
 
@@ -55,12 +53,12 @@ def drafted(batches, engine) -> dict:
 
 
 @pytest.fixture(scope="module")
-def replayed(drafted, tmp_path_factory) -> list[list[int]]:
+def replayed(drafted, main_python, tmp_path_factory) -> list[list[int]]:
     """The rounds of transformers along these sequences, computed in the main environment."""
     folder = tmp_path_factory.mktemp("replay")
     items = [{"ids": ids, "num_prompt": drafted["num_prompt"]} for ids in drafted["ids"]]
     (folder / "sequences.json").write_text(json.dumps(items))
-    command = [MAIN_PYTHON, str(HERE / "train_tiny.py"), "replay"]
+    command = [main_python, str(HERE / "train_tiny.py"), "replay"]
     subprocess.run([*command, str(folder / "sequences.json"), str(folder / "rounds.json")], check=True)
     return json.loads((folder / "rounds.json").read_text())
 

