@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -89,15 +90,13 @@ def serve(arguments: list, log: Path, **settings: str) -> tuple[subprocess.Popen
 
 
 def stop(process: subprocess.Popen) -> None:
-    """End a server and the engine that it started."""
-    for sign, wait in ((signal.SIGTERM, 30), (signal.SIGKILL, 30)):
-        if process.poll() is None:
-            os.killpg(process.pid, sign)
-        try:
-            process.wait(wait)
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    """End a server, and whatever it started and left behind."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def free_port() -> int:
