@@ -24,7 +24,8 @@ seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm test-sglang lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
+.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-pair test-sglang lint bench \
+  closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -35,10 +36,18 @@ test: $(STAMP)  ## all tests
 test-fast: $(STAMP)  ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## the drafter in vLLM's engine on the CPU, set-up of vLLM (3.4 GB) included
+test-vllm: $(STAMP)  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
+
+test-vllm-engines: $(VLLM_STAMP)
+	$(IN_VLLM) -m pytest serving/tests --ignore serving/tests/test_acceptance.py
+
+test-vllm-acceptance: test-vllm-pair $(VLLM_STAMP)
+	$(IN_VLLM) -m pytest serving/tests/test_acceptance.py
+
+test-vllm-pair: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
-	$(IN_VLLM) -m pytest serving/tests
 
 test-sglang: $(STAMP) $(SGLANG)/.unpacked  ## what serving in SGLang would rest on, in its sources (39 MB); no engine
 	$(BIN)/python -m pytest serving/sglang

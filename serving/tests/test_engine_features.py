@@ -74,3 +74,24 @@ def test_training_reads_them(build, write, main_python, tmp_path):
     subprocess.run([*command, "features", *recipe, "--verify"], check=True)
     subprocess.run([*command, "train", *recipe, f"output_dir={tmp_path / 'run'}"], check=True)
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("mixed", "the features' plan was made for a target with number of layers 3, but the target has 5"),
+        ("sliding", "the features' plan was made for another target"),
+    ],
+)
+def test_another_target_than_the_planned_one_is_refused(build, run_job, tmp_path, target, message):
+    store = shutil.copytree(build / "features" / "store", tmp_path / "store")
+    for plan in store.glob("*/vllm-plan.jsonl"):
+        facts, *shards = plan.read_text().splitlines()
+        facts = json.loads(facts)
+        facts["target_fingerprint"]["hc_head_fn"][0] *= 2
+        plan.write_text("\n".join([json.dumps(facts), *shards]) + "\n")
+    job = {"target": str(build / target / "target"), "runner": "v1", "features": str(store), "options": SMALL}
+    result = run_job({**job, "seen": str(tmp_path / "seen")}, tmp_path)
+    assert result["status"] == 1
+    assert message in result["log"]
+    assert not list(store.rglob("shard-*"))
