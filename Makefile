@@ -14,6 +14,9 @@ VLLM := serving/.venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 IN_VLLM := OMP_NUM_THREADS=1 VLLM_CACHE_ROOT=$(CURDIR)/serving/build/cache $(VLLM)/bin/python
 
+# SGLang's sources are read, never installed
+SGLANG := serving/build/sglang
+
 # Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
@@ -23,7 +26,8 @@ results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* doc
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm lint bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
+.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-pair test-sglang lint bench \
+  closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -34,10 +38,21 @@ test: $(STAMP)  ## all tests
 test-fast: $(STAMP)  ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-vllm: $(STAMP) $(VLLM_STAMP)  ## the drafter in vLLM's engine on the CPU, set-up of vLLM (3.4 GB) included
+test-vllm: $(STAMP)  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
+
+test-vllm-engines: $(VLLM_STAMP)
+	$(IN_VLLM) -m pytest serving/tests --ignore serving/tests/test_acceptance.py
+
+test-vllm-acceptance: test-vllm-pair $(VLLM_STAMP)
+	$(IN_VLLM) -m pytest serving/tests/test_acceptance.py
+
+test-vllm-pair: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
-	$(IN_VLLM) -m pytest serving/tests
+
+test-sglang: $(STAMP) $(SGLANG)/.unpacked  ## what serving in SGLang would rest on, in its sources (39 MB); no engine
+	$(BIN)/python -m pytest serving/sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -117,6 +132,14 @@ $(VLLM_STAMP): serving/requirements-vllm.txt serving/vllm_plugin/pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q --no-deps -r serving/requirements-vllm.txt
 	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e serving/vllm_plugin
+	@touch $@
+
+$(SGLANG)/.unpacked: serving/sglang/requirements.txt
+	rm -rf $(SGLANG)
+	$(BIN)/pip download -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
+	  --require-hashes -d $(SGLANG) -r $<
+	$(BIN)/python -m zipfile -e $(SGLANG)/sglang-*.whl $(SGLANG)
+	rm $(SGLANG)/*.whl
 	@touch $@
 
 clean:

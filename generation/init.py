@@ -40,6 +40,7 @@ TENSOR_NAMES = {
     "hc_head_scale": ("model.hc_head.hc_scale", "hc_head.hc_scale"),
     "norm.weight": ("model.norm.weight",),
     "embed.weight": ("model.embed_tokens.weight", "embed_tokens.weight"),
+    "head.weight": ("lm_head.weight",),
 }
 GATE_TENSORS = ("hc_head_fn", "hc_head_base", "hc_head_scale")
 

@@ -1,9 +1,10 @@
 """The folder that vLLM serves a drafter from, and the way back: `hyperdflash export DRAFTER OUT --format vllm`.
 
 vLLM's DFlash parser takes the drafter for a Qwen3 model of architecture `DFlashHyperDraftModel`, which the plug-in in
-`serving/vllm_plugin` brings. Layers and norms have the names of public DFlash drafters, the gate keeps its own under
-`reducer.`; embedding and LM head are the target's. `config.json` also holds the drafter's whole configuration under
-`hyperdflash_config`, which the plug-in checks against the target and `read_vllm` makes a drafter of again.
+`serving/vllm_plugin` brings. Layers and norms have the names of public DFlash drafters, gate and heads keep their own
+(`reducer.`, `markov_head.`, `confidence_head.`); embedding and LM head are the target's. `config.json` also holds the
+drafter's whole configuration under `hyperdflash_config`, which the plug-in checks against the target and `read_vllm`
+makes a drafter of again.
 """
 
 import json
@@ -23,6 +24,11 @@ NESTED = "hyperdflash_config"
 PREFIXES = {"context_norm.": "hidden_norm.", "reducer.fc.": "fc."}
 # Of the library and the place that wrote a config, not of the drafter
 LIBRARY_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
+
+CONFIDENCE_IS_UNUSED = (
+    "The confidence head is in the file for the way back to transformers. vLLM does not use it: it verifies\n"
+    "`num_speculative_tokens` drafts in every round."
+)
 
 QWEN3_FIELDS = (
     "block_size",
@@ -50,9 +56,6 @@ def check_servable(config: HyperDFlashConfig) -> None:
             f"context_source {config.context_source!r} is not served in vLLM, where the plug-in hands on the residual "
             "before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
         )
-    for name, without in (("draft_head", "none"), ("draft_confidence", False)):
-        if (value := getattr(config, name)) != without:
-            raise ValueError(f"{name} {value!r} is not served in vLLM: train a drafter with {name} {without!r}")
     if config.block_size < 2:
         raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
     rope_type = config.rope_parameters.get("rope_type", "default")
@@ -144,6 +147,7 @@ def _renamed(name: str, prefixes: dict[str, str]) -> str:
 
 def _readme(config: HyperDFlashConfig) -> str:
     target = config.target_name_or_path or "TARGET"
+    heads = f"\n{CONFIDENCE_IS_UNUSED}\n" if config.draft_confidence else ""
     return f"""---
 license: apache-2.0
 tags: [speculative-decoding, deepseek-v4, dflash, hyperdflash, vllm]
@@ -157,7 +161,7 @@ Needs the plug-in `hyperdflash-vllm`. The same drafter for transformers is anoth
 ```
 vllm serve {target} --kv-cache-dtype fp8 --block-size 256 --speculative-config '{speculative_config(config)}'
 ```
-"""
+{heads}"""
 
 
 def speculative_config(config: HyperDFlashConfig, folder: str = "THIS_FOLDER") -> str:

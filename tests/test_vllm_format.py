@@ -98,10 +98,33 @@ def test_the_folder_says_how_it_is_served(target, tmp_path):
     }
 
 
-@pytest.mark.parametrize("reducer", ["hc_gate", "mean", "fc"])
-@pytest.mark.parametrize("path_norm", [True, False])
-def test_a_round_trip_is_exact(target, tmp_path, reducer, path_norm):
-    drafter = shaken(target, reducer=reducer, reducer_path_norm=path_norm)
+HEADS = {
+    "markov": {"draft_head": "markov", "markov_rank": 8},
+    "gated markov and confidence": {
+        "draft_head": "markov",
+        "markov_rank": 8,
+        "markov_gate": True,
+        "draft_confidence": True,
+        "verify_cost": 0.125,
+    },
+    "confidence": {"draft_confidence": True},
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(
+            {"reducer": name, "reducer_path_norm": norm}
+            for name in ("hc_gate", "mean", "fc")
+            for norm in (True, False)
+        ),
+        *HEADS.values(),
+    ],
+    ids=str,
+)
+def test_a_round_trip_is_exact(target, tmp_path, options):
+    drafter = shaken(target, **options)
     drafter.config.target_fingerprint = {"norm.weight": [1.0, 2.0]}
     back = read_vllm(export(drafter, tmp_path))
     round_to_bf16(drafter)
@@ -139,11 +162,20 @@ def test_a_block_without_drafts_is_refused(target):
         vllm_config(tiny_drafter(target, block_size=1).config)
 
 
-@pytest.mark.parametrize(("name", "value"), [("draft_head", "markov"), ("draft_confidence", True)])
-def test_heads_that_are_not_served_are_refused_by_name(target, name, value):
-    config = tiny_drafter(target, **{name: value}).config
-    with pytest.raises(ValueError, match=f"{name} {value!r} is not served in vLLM"):
-        vllm_config(config)
+def test_heads_are_exported_under_their_own_names(target, tmp_path):
+    folder = export(shaken(target, **HEADS["gated markov and confidence"]), tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    heads = {name for name in tensors if "_head." in name}
+    assert heads == {
+        *(f"markov_head.{name}" for name in ("markov_w1", "markov_w2", "gate.weight", "gate.bias")),
+        *(f"confidence_head.proj.{name}" for name in ("weight", "bias")),
+    }
+
+
+@pytest.mark.parametrize(("options", "said"), [(HEADS["markov"], False), (HEADS["confidence"], True)])
+def test_the_readme_says_that_the_confidence_head_is_not_used(target, tmp_path, options, said):
+    readme = (export(shaken(target, **options), tmp_path) / "README.md").read_text()
+    assert ("vLLM does not use it" in readme) == said
 
 
 def test_layers_that_were_not_compared_with_vllms_are_refused(target):

@@ -8,7 +8,9 @@ from tiny_v4 import tiny_drafter, tiny_target
 
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
-from hyperdflash_vllm import checks
+from hyperdflash_vllm import checks, features
+from hyperdflash_vllm.capture import RowCapture
+from hyperdflash_vllm.markov import MarkovHead
 from hyperdflash_vllm.reducer import REDUCERS
 
 
@@ -25,15 +27,34 @@ def nested(target):
     return vllm_config(drafter.config)[NESTED]
 
 
-def setup(target, nested, *, architectures=("DeepseekV4ForCausalLM",), stages=1, dtype="bfloat16", drafts=3, **sizes):
-    """A `VllmConfig` as far as it is read; `sizes` change the target's config."""
+def setup(
+    target,
+    nested,
+    *,
+    architectures=("DeepseekV4ForCausalLM",),
+    stages=1,
+    dtype="bfloat16",
+    drafts=3,
+    said=None,
+    **sizes,
+):
+    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config."""
     names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
     hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
     draft = Namespace(hf_config=Namespace(**({} if nested is None else {NESTED: nested})))
     return Namespace(
         model_config=Namespace(architectures=list(architectures), hf_config=hf_config),
         parallel_config=Namespace(pipeline_parallel_size=stages),
-        speculative_config=Namespace(draft_model_config=draft, kv_cache_dtype=dtype, num_speculative_tokens=drafts),
+        speculative_config=Namespace(
+            **{
+                "draft_model_config": draft,
+                "kv_cache_dtype": dtype,
+                "num_speculative_tokens": drafts,
+                "use_local_argmax_reduction": False,
+                "num_speculative_tokens_per_batch_size": None,
+                **(said or {}),
+            }
+        ),
     )
 
 
@@ -53,7 +74,7 @@ def test_a_sound_setup_passes(target, nested):
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture is Qwen3ForCausalLM"),
         ({"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}, "DeepSeek-V4.1"),
         ({"drafts": 4}, "num_speculative_tokens=4, .* use at most 3"),
-        ({"vocab_size": 65}, "vocabulary 64, but the target has 65: serve it beside some/target"),
+        ({"vocab_size": 65}, "vocabulary 64, but the target has 65: take some/target"),
         ({"hidden_size": 64}, "hidden size 32, but the target has 64"),
         ({"hc_mult": 4}, "hc_mult 2, but the target has 4"),
         ({"num_hidden_layers": 4}, "number of layers 3, but the target has 4"),
@@ -62,6 +83,29 @@ def test_a_sound_setup_passes(target, nested):
 def test_a_setup_that_cannot_work_is_refused_with_the_way_out(target, nested, changes, message):
     with pytest.raises(ValueError, match=message):
         checks.check_setup(setup(target, nested, **changes))
+
+
+@pytest.mark.parametrize(
+    ("head", "said", "message"),
+    [
+        ("markov", {"use_local_argmax_reduction": True}, "use_local_argmax_reduction=True does not go with"),
+        ("markov", {"num_speculative_tokens_per_batch_size": [(1, 8, 3)]}, "num_speculative_tokens_per_batch_size="),
+        ("other", {}, "draft_head 'other' is unknown to this plug-in"),
+    ],
+)
+def test_what_a_sequential_head_cannot_work_with_is_refused(target, nested, head, said, message):
+    with pytest.raises(ValueError, match=message):
+        checks.check_setup(setup(target, {**nested, "draft_head": head}, said=said))
+    checks.check_setup(setup(target, {**nested, "draft_head": "markov"}))
+    checks.check_setup(setup(target, nested, said=said))
+
+
+def test_logits_of_other_rows_than_all_drafts_are_noticed():
+    checks.check_rows(num_rows=12, num_drafts=3, num_ids=16)
+    checks.check_rows(num_rows=12, num_drafts=3, num_ids=24)  # padded
+    for rows, ids in ((11, 16), (12, 15), (12, 0)):
+        with pytest.raises(RuntimeError, match=f"logits of {rows} drafts after a forward of {ids} ids"):
+            checks.check_rows(rows, 3, ids)
 
 
 def test_a_draft_that_was_not_exported_is_refused(target):
@@ -165,3 +209,150 @@ def test_the_mean_is_the_drafters_mean(target):
     drafter = tiny_drafter(target, reducer="mean")
     H = torch.randn(1, 50, 2, 32)
     assert torch.equal(REDUCERS["mean"](vllm_config(drafter.config)[NESTED])(H[0].flatten(1)), drafter.reducer(H)[0])
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, monkeypatch, gate, dtype):
+    """Logits and choices of `propose`, from the same hidden states, for four requests at once."""
+    drafter = tiny_drafter(target, draft_head="markov", markov_rank=8, markov_gate=gate)
+    for weight in (drafter.markov_head.markov_w1, drafter.markov_head.markov_w2):
+        torch.nn.init.normal_(weight)
+    drafter.to(dtype)
+    B, N = 4, 3
+    hidden, anchors = torch.randn(B, N, 32, dtype=dtype), torch.randint(64, (B,))
+    lm_head = Namespace(lm_head=torch.nn.Linear(32, 64, bias=False, dtype=dtype))
+    want = []
+
+    def choose(logits):
+        want.append(logits)
+        return logits.argmax(-1)
+
+    with torch.no_grad():
+        for request in range(B):
+            monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: hidden[request])
+            noise_ids = torch.tensor([[int(anchors[request]), 63, 63, 63]])
+            drafter.propose(None, None, noise_ids, 0, N, lm_head, None, choose)
+        want = torch.cat(want)
+
+        torch.set_default_dtype(dtype)  # as vLLM does while it builds the draft
+        try:
+            head = MarkovHead(vllm_config(drafter.config)[NESTED])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        head.load_state_dict(drafter.markov_head.state_dict())
+        logits = lm_head.lm_head(hidden.flatten(0, 1))
+        got = head(logits, hidden.flatten(0, 1), anchors, torch.float32)
+    torch.testing.assert_close(got, want)
+    assert torch.equal(got.argmax(-1), want.argmax(-1))
+    assert not torch.equal(got.argmax(-1), logits.argmax(-1))  # the bias decides
+
+
+def test_logits_that_vllm_keeps_for_verification_are_chosen_from_as_they_are_kept(target):
+    """In bf16 where vLLM keeps bf16: the bias of a slot follows what vLLM's argmax of the row before it will be."""
+    config = vllm_config(tiny_drafter(target, draft_head="markov", markov_rank=8).config)[NESTED]
+    head = MarkovHead(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            torch.nn.init.normal_(parameter)
+        logits = torch.randn(6, 64).bfloat16()
+        biased = head(logits, torch.randn(6, 32), torch.tensor([5, 9]), torch.bfloat16)
+        assert biased.dtype == torch.bfloat16
+        previous = torch.stack([torch.tensor([5, 9]), *biased.view(2, 3, -1).argmax(-1)[:, :2].T], dim=1).flatten()
+        bias = head.markov_w1[previous] @ head.markov_w2.T
+    assert torch.equal(biased, (logits.float() + bias).bfloat16())
+
+
+# ------------------------------------------------------------------------------------------------------------ features
+
+
+def forward_of(*rows, padding=0):
+    """Inputs and paths `(T, 2 * 3)` of a forward that holds these sequences end to end, each with its positions."""
+    ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
+    positions = torch.cat([torch.arange(len(row)) for row in rows] + [torch.zeros(padding, dtype=torch.long)])
+    return ids, positions, torch.randn(len(ids), 6)
+
+
+def test_rows_of_several_requests_are_told_apart_in_any_order():
+    capture, rows = RowCapture(num_paths=2), [[5, 6, 7], [5, 6], [9]]
+    capture.start(rows)
+    first, second = forward_of(rows[2], rows[0], padding=3), forward_of(rows[1])
+    capture.take(*first)
+    capture.take(*second)
+    shard = capture.shard(rows)
+    want = torch.cat([first[2][1:4], second[2], first[2][:1]]).bfloat16()
+    assert torch.equal(shard["context"], want.view(6, 2, 3))
+    assert shard["offsets"].tolist() == [0, 3, 5, 6]
+
+
+def test_a_sequence_that_was_cut_or_never_run_is_named():
+    capture, rows = RowCapture(num_paths=2), [[5, 6], [7, 8, 9]]
+    capture.start(rows)
+    ids, positions, paths = forward_of(rows[0], rows[1])
+    capture.take(ids[:4], positions[:4], paths[:4])
+    capture.take(ids[4:], positions[4:], paths[4:])
+    with pytest.raises(ValueError, match=r"1 of 2 sequences never went .* number 1 of the shard \(3 tokens\)"):
+        capture.shard(rows)
+
+
+def test_nothing_is_kept_of_what_is_not_wanted_and_nothing_of_the_shard_before():
+    capture = RowCapture(num_paths=2)
+    capture.take(*forward_of([1, 2]))
+    capture.start([[1, 2]])
+    capture.take(*forward_of([3]))
+    assert not capture.found
+    capture.take(*forward_of([1, 2]))
+    capture.start([[4]])
+    with pytest.raises(ValueError, match="1 of 1 sequences"):
+        capture.shard([[1, 2]])
+
+
+def test_features_that_are_not_finite_are_refused():
+    capture = RowCapture(num_paths=2)
+    capture.start([[1], [2]])
+    ids, positions, paths = forward_of([1], [2])
+    paths[1, 3] = float("nan")
+    capture.take(ids, positions, paths)
+    with pytest.raises(ValueError, match="sequence 1 of the shard holds NaN"):
+        capture.shard([[1], [2]])
+
+
+def test_features_of_another_target_are_refused_as_such(target, nested):
+    plan = {name: value for name, value in nested.items() if name != "block_size"}
+    config = setup(target, None, vocab_size=65)
+    with pytest.raises(ValueError, match="the features' plan was made for a target with vocabulary 64"):
+        checks.check_features_setup(config, plan)
+    with pytest.raises(ValueError, match="architecture is Qwen3ForCausalLM"):
+        checks.check_features_setup(setup(target, None, architectures=["Qwen3ForCausalLM"]), plan)
+    checks.check_features_setup(setup(target, None), plan)
+    stranger = fingerprint_tensors(tiny_target(seed=9))["hc_head_fn"]
+    with pytest.raises(ValueError, match="the features' plan was made for another target"):
+        checks.check_fingerprint(plan, {"hc_head_fn": stranger})
+
+
+def test_batches_hold_all_rows_in_order_and_fit_the_scheduler():
+    rows = [[1] * n for n in (5, 3, 4, 9, 1, 1, 1, 1)]
+    batches = features.make_batches(rows, max_tokens=9, max_rows=3)
+    assert [len(row) for batch in batches for row in batch] == [5, 3, 4, 9, 1, 1, 1, 1]
+    assert [[len(row) for row in batch] for batch in batches] == [[5, 3], [4], [9], [1, 1, 1], [1]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"speculative_config": {"method": "dflash"}}, "speculative_config is for serving"),
+        ({"max_num_batched_tokens": 99}, "max_num_batched_tokens=99 is less than the longest sequence, 100"),
+    ],
+)
+def test_options_that_would_lose_rows_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        features.engine_options(options, {}, longest=100)
+
+
+def test_a_folder_without_a_plan_is_refused_with_the_command(tmp_path):
+    with pytest.raises(FileNotFoundError, match="hyperdflash features RECIPE --vllm"):
+        features.write_all(tmp_path, {})
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / features.PLAN).write_text('{"format": "other"}\n')
+    with pytest.raises(ValueError, match="no plan of this version"):
+        features.write_all(tmp_path, {})

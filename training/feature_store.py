@@ -239,20 +239,36 @@ class FeatureWriter:
             self._write(shard, buffer)
 
     def _write(self, index: int, buffer: "_ShardBuffer") -> None:
-        samples, name = self.shards[index], f"shard-{index:05d}.safetensors"
         # One key only: safetensors does not write several in a fixed order
-        content = save(buffer.tensors, {"shard": _shard_mark(self.manifest, samples.start)})
-        write_atomically(self.folder / name, content)
-        record = {
-            "file": name,
+        content = save(buffer.tensors, {"shard": self.shard_mark(index)})
+        write_atomically(self.folder / self.shard_name(index), content)
+        self.enter(self.record(index, len(content), hashlib.sha256(content).hexdigest()))
+
+    def shard_name(self, index: int) -> str:
+        """The file of a shard."""
+        return f"shard-{index:05d}.safetensors"
+
+    def shard_mark(self, index: int) -> str:
+        """What a shard's file says of itself: of these settings, at this place."""
+        return _shard_mark(self.manifest, self.shards[index].start)
+
+    def record(self, index: int, num_bytes: int, sha256: str) -> dict:
+        """The manifest's entry of a shard whose file is there."""
+        samples = self.shards[index]
+        return {
+            "file": self.shard_name(index),
             "first_sample": samples.start,
             "num_samples": len(samples),
-            "num_tokens": int(buffer.tensors["offsets"][-1]),
-            "num_bytes": len(content),
-            "sha256": hashlib.sha256(content).hexdigest(),
+            "num_tokens": sum(self.lengths[i] for i in samples),
+            "num_bytes": num_bytes,
+            "sha256": sha256,
         }
+
+    def enter(self, record: dict) -> None:
+        """Add a shard to the manifest."""
         self.manifest.shards = sorted([*self.manifest.shards, record], key=lambda shard: shard["first_sample"])
         self.manifest.complete = len(self.manifest.shards) == len(self.shards)
+        self.missing = [samples for samples in self.missing if samples.start != record["first_sample"]]
         self.manifest.write(self.folder / MANIFEST)
 
 

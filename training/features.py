@@ -2,6 +2,7 @@
 
     hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features             # after a kill: goes on
     hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features --verify    # reads all of it
+    hyperdflash features recipe.yaml --vllm                     # vLLM runs the target: see vllm_features.py
 
 `feature_store.py` says what the folder holds. Samples share a forward with others of their shard and of similar
 length, so a resumed run repeats the very forwards of an uninterrupted one.
@@ -21,12 +22,13 @@ from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
 
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.generate import load_target
-from ..generation.init import drafter_config, resolve_revision
+from ..generation.init import TargetCheckpoint, drafter_config, resolve_revision
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
 from .data import hash_data, hash_tokenizer, load_recipe_data
 from .feature_store import FeatureWriter, OfflineFeatures, open_shard
 from .rows import progress_is_hidden
 from .target import OnlineFeatures
+from .vllm_features import adopt_shards, check_source, read_head, write_plan
 
 __all__ = ["FeatureWriter", "OfflineFeatures", "extract", "feature_settings", "verify"]
 
@@ -162,7 +164,13 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as for `hyperdflash train`")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over the file")
-    parser.add_argument("--verify", action="store_true", help="write nothing; read all that is stored and check it")
+    action = parser.add_mutually_exclusive_group()
+    action.add_argument("--verify", action="store_true", help="write nothing; read all that is stored and check it")
+    action.add_argument(
+        "--vllm",
+        action="store_true",
+        help="run no target: take in what vLLM wrote, and plan the rest for `python -m hyperdflash_vllm.features`",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -181,6 +189,8 @@ def run(args: argparse.Namespace) -> int:
             splits[split] = rows, feature_settings(recipe, rows, tokenizer, config, split)
     if args.verify:
         _verify_all(recipe, splits)
+    elif args.vllm:
+        _plan_all(recipe, config, splits)
     else:
         _write_all(recipe, config, splits)
     return 0
@@ -199,6 +209,23 @@ def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, 
             writer.start(features.head)
             extract(features, splits[split][0], writer)
     print(f"{folder} is complete")
+
+
+def _plan_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict) -> None:
+    check_source(config)
+    checkpoint = TargetCheckpoint(recipe.target, recipe.target_revision)
+    folder, head, missing = recipe.features_dir, read_head(checkpoint, recipe.target_dtype), 0
+    for split, (rows, settings) in splits.items():
+        writer = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
+        writer.start(head)
+        adopted = adopt_shards(writer)
+        file = write_plan(writer, rows, head, checkpoint.name)
+        print(f"{file}: {adopted} shards taken in, {len(writer.missing)} of {len(writer.shards)} to be written")
+        missing += len(writer.missing)
+    if missing:
+        print(f"In vLLM's environment: python -m hyperdflash_vllm.features {folder} --model {recipe.target}")
+    else:
+        print(f"{folder} is complete")
 
 
 def _verify_all(recipe: HyperDFlashTrainingArguments, splits: dict) -> None:

@@ -1,4 +1,4 @@
-"""Engines run in processes of their own, each once for all tests that look at it."""
+"""Engines run in forks of one process that has vLLM imported, each once for all tests that look at it."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent / "build"
+MAIN_PYTHON = os.environ.get("HYPERDFLASH_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
 # Of V4's pages (64 and 256 positions) and window (128): prompts that end around them
 LENGTHS = ((58, 5, 120, 30), (61, 126, 20, 7), (250, 3, 64, 128))
 
@@ -38,7 +39,7 @@ def build() -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(build, tmp_path_factory):
+def engine(build, run_job, tmp_path_factory):
     """A function of target, drafter and the rest of a job, which returns what `run_engine.py` writes."""
     results = {}
 
@@ -62,21 +63,46 @@ def engine(build, tmp_path_factory):
             job["speculative_config"] = {k: v for k, v in job["speculative_config"].items() if v is not None}
         key = json.dumps(job, sort_keys=True)
         if key not in results:
-            results[key] = start(job, tmp_path_factory.mktemp("engine"))
+            results[key] = run_job(job, tmp_path_factory.mktemp("engine"))
         return results[key]
 
     return run
 
 
-def start(job: dict, folder: Path) -> dict:
-    """Run one job; a process that ends without a result fails the test with its last words."""
-    (folder / "job.json").write_text(json.dumps(job))
-    result = folder / "result.json"
-    command = [sys.executable, str(HERE / "run_engine.py"), str(folder / "job.json"), str(result)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    if not result.is_file():
-        pytest.fail(f"the engine ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
-    return {**json.loads(result.read_text()), "log": done.stdout + done.stderr}
+@pytest.fixture(scope="session")
+def main_python() -> str:
+    """Python of the main environment."""
+    return MAIN_PYTHON
+
+
+@pytest.fixture(scope="session")
+def run_job():
+    """A function of a job and its folder, which returns what `run_engine.py` writes, with `log`.
+
+    One process for each runner imports vLLM and forks for every job. A job that ends without a result fails the test
+    with its last words.
+    """
+    servers = {}
+
+    def run(job: dict, folder: Path) -> dict:
+        runner = job["runner"]
+        if runner not in servers:
+            command = [sys.executable, str(HERE / "run_engine.py"), runner]
+            servers[runner] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        server, files = servers[runner], [folder / name for name in ("job.json", "result.json", "log.txt")]
+        files[0].write_text(json.dumps(job))
+        print(*files, file=server.stdin, flush=True)
+        while (line := server.stdout.readline()) not in ("", "ended\n"):
+            pass  # what vLLM prints while it is imported
+        log = files[2].read_text() if files[2].is_file() else ""
+        if line == "" or not files[1].is_file():
+            pytest.fail(f"the engine ended without a result:\n{log[-6000:]}")
+        return {**json.loads(files[1].read_text()), "log": log}
+
+    yield run
+    for server in servers.values():
+        server.stdin.close()
+        server.wait()
 
 
 @pytest.fixture(scope="session")

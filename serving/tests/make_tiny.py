@@ -12,6 +12,7 @@ decides next to nothing, while all layers have their say.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from official import save_official
@@ -20,12 +21,14 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation import cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash.training.export import export_drafter
 
 BUILD = Path(__file__).resolve().parents[1] / "build"
+TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "target"
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 VOCAB_SIZE, MASK_TOKEN_ID, MAIN_TOKEN_ID = 320, 319, 201
 LAYERS = {"sliding": [SLIDING] * 3, "mixed": [SLIDING, SLIDING, CSA, HCA, SLIDING]}
@@ -134,8 +137,43 @@ def silent_drafter(target, **kwargs) -> HyperDFlashModel:
     return drafter
 
 
+def chain_drafter(target) -> HyperDFlashModel:
+    """A silent drafter whose sequential head drafts the successor of the token before, as the target nearly always
+    goes on: right only where it is told the true anchor and its own drafts, in order."""
+    drafter = silent_drafter(target, draft_head="markov", markov_rank=64, draft_confidence=True)
+    with torch.no_grad():
+        w1 = torch.randn(VOCAB_SIZE, 64)
+        drafter.markov_head.markov_w1.copy_(w1)
+        drafter.markov_head.markov_w2.copy_(2 * w1.roll(1, dims=0))
+    return drafter
+
+
+def markov_drafter(target) -> HyperDFlashModel:
+    """A random drafter whose gated bias decides as much as its logits."""
+    drafter = random_drafter(target, draft_head="markov", markov_rank=16, markov_gate=True)
+    for weight in (drafter.markov_head.markov_w1, drafter.markov_head.markov_w2):
+        torch.nn.init.normal_(weight)
+    return drafter
+
+
+def sequential_logits(drafter, hidden: torch.Tensor, noise_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A head's weight, and the logits that the drafter's own loop chooses from, given the block's `hidden`."""
+    lm_head = torch.nn.Linear(drafter.config.hidden_size, drafter.config.vocab_size, bias=False)
+    lm_head.weight.data = (4 * lm_head.weight).bfloat16().float()
+    rows = []
+
+    def choose(logits):
+        rows.append(logits)
+        return logits.argmax(-1)
+
+    drafter.draft_hidden = lambda *args: hidden
+    drafter.propose(None, None, noise_ids, 0, len(hidden), SimpleNamespace(lm_head=lm_head), None, choose)
+    return {"lm_head": lm_head.weight.detach(), "ids": noise_ids[0], "logits": torch.cat(rows)}
+
+
 def write_states(drafter, file: Path, *, num_context: int = 100) -> None:
-    """Inputs, reduced features and final states of one block in fp32, from the weights as exported (bf16)."""
+    """Inputs, reduced features, final states and sequential logits of one block in fp32, from the weights as exported
+    (bf16)."""
     config = drafter.config
     torch.manual_seed(2)
     residual = torch.randn(1, num_context, config.hc_mult, config.target_hidden_size).bfloat16().float()
@@ -144,11 +182,15 @@ def write_states(drafter, file: Path, *, num_context: int = 100) -> None:
     with torch.no_grad():
         reduced = drafter.reducer(residual)
         states = drafter(noise_embeds=embeds, context_hidden_states=residual, position_ids=positions)
+        noise_ids = torch.tensor([[7] + [MASK_TOKEN_ID] * (config.block_size - 1)])
+        with_head = config.draft_head == "markov"
+        more = sequential_logits(drafter, states.last_hidden_state[0, 1:], noise_ids) if with_head else {}
     tensors = {
         "residual": residual[0].flatten(1),
         "embeds": embeds[0],
         "reduced": reduced[0],
         "states": states.last_hidden_state[0],
+        **more,
     }
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
 
@@ -179,6 +221,26 @@ def export_stock(target, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def plan_features(folder: Path, target: Path) -> None:
+    """Token rows around pages and window, two of them alike, a recipe for them, and the plan for vLLM."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, target)
+    generator = torch.Generator().manual_seed(4)
+    for split, lengths in (("train", (5, 64, 130, 200, 17, 9, 128, 63)), ("eval", (40, 70))):
+        rows = [torch.randint(VOCAB_SIZE - 1, (n,), generator=generator).tolist() for n in lengths]
+        rows = [{"input_ids": ids, "loss_mask": [0] + [1] * (len(ids) - 1)} for ids in [*rows, rows[0]]]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.yaml").write_text(
+        f"target: {target}\ntrain_data: [{folder / 'train.jsonl'}]\neval_data: [{folder / 'eval.jsonl'}]\n"
+        f"output_dir: {folder / 'run'}\nfeatures_dir: {folder / 'store'}\nfeatures: offline\nmax_length: 256\n"
+        f"drafter: {{mask_token_id: {MASK_TOKEN_ID}, num_hidden_layers: 1, block_size: 4}}\nuse_cpu: true\n"
+        "bf16: true\nmax_steps: 3\nper_device_train_batch_size: 2\nnum_anchors: 4\nreport_to: none\n"
+    )
+    cli.main(["features", str(folder / "recipe.yaml"), "--vllm"])
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logging.disable_progress_bar()
@@ -187,14 +249,17 @@ def main() -> None:
         save_official(target, BUILD / name / "target")
         export(silent_drafter(target), BUILD / name / "silent")
         export(random_drafter(target), BUILD / name / "random")
+        export(chain_drafter(target), BUILD / name / "chain")
         if name == "sliding":
             full = ["full_attention"] * 2
             for reducer in ("mean", "fc"):
                 export(random_drafter(target, reducer=reducer), BUILD / name / reducer)
             export(random_drafter(target, layer_types=full), BUILD / name / "full")
             export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
+            export(markov_drafter(target), BUILD / name / "markov")
             export_stock(target, BUILD / name / "stock")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
+    plan_features(BUILD / "features", BUILD / "sliding" / "target")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))
     print(f"{BUILD}: targets {', '.join(LAYERS)}, and their drafters")
 

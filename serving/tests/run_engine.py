@@ -1,10 +1,13 @@
-"""One engine in a process of its own: `python serving/tests/run_engine.py JOB.json RESULT.json` in vLLM's environment.
+"""Engines, each in a process of its own: `python serving/tests/run_engine.py v1` (or v2) in vLLM's environment.
 
-JOB has `target`, `runner` ("v1" or "v2"), `batches` (each a list of prompts, lists of ids), `max_tokens`, and
-optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter gets with the
-target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins` (VLLM_PLUGINS).
-RESULT has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` (accepted drafts of each, by prompt)
-and `watched`, or `error`, the refusal.
+It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
+`max_tokens`, and optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter
+gets with the target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins`
+(VLLM_PLUGINS). The result has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` (accepted drafts
+of each, by prompt) and `watched`, or `error`, the refusal.
+
+A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
+`options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
 """
 
 import json
@@ -15,6 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cpu_shim
+import torch
+from safetensors.torch import save_file
 
 SETTINGS = {
     "HF_HUB_OFFLINE": "1",
@@ -63,6 +68,40 @@ class Watch:
 
     def result(self) -> dict:
         return {"calls": self.calls, "equal": self.equal, "rows": self.rows}
+
+
+def keep_forwards() -> list[tuple]:
+    """Ids, positions, and what hc_head collapses, of every forward from now on."""
+    from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
+
+    seen, stock = [], DeepseekV4Model.forward
+
+    def forward(model, input_ids, positions, *args, **kwargs):
+        collapse = model.hc_head_op.forward
+
+        def keep(hidden_states, *rest):
+            seen.append((input_ids.clone(), positions.clone(), hidden_states.clone()))
+            return collapse(hidden_states, *rest)
+
+        model.hc_head_op.forward = keep
+        try:
+            return stock(model, input_ids, positions, *args, **kwargs)
+        finally:
+            model.hc_head_op.forward = collapse
+
+    DeepseekV4Model.forward = forward
+    return seen
+
+
+def write_features(job: dict) -> dict:
+    from hyperdflash_vllm import features
+
+    seen = keep_forwards()
+    status = features.main([job["features"], "--model", job["target"], *job["options"]])
+    if status == 0:
+        ids, positions, residuals = (torch.cat(parts) for parts in zip(*seen, strict=True))
+        save_file({"ids": ids, "positions": positions, "residuals": residuals}, job["seen"])
+    return {"status": status, "forwards": len(seen)}
 
 
 def skip_copy() -> None:
@@ -149,22 +188,51 @@ def generate(job: dict) -> dict:
     }
 
 
-def main(job_file: str, result_file: str) -> None:
+def run_job(job_file: str, result_file: str) -> None:
+    """Run one job in this process. A refusal is a result; anything else ends it."""
     job = json.loads(Path(job_file).read_text())
-    os.environ.update(SETTINGS)
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if job["runner"] == "v2" else "0"
     if "plugins" in job:
         os.environ["VLLM_PLUGINS"] = job["plugins"]
-    if job["runner"] == "v2":
-        cpu_shim.triton_interpreter()
-    cpu_shim.apply(interpreter=job["runner"] == "v2")
     try:
-        result = generate(job)
+        result = write_features(job) if "features" in job else generate(job)
     except (ValueError, RuntimeError) as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
     Path(result_file).write_text(json.dumps(result))
 
 
+def serve(runner: str) -> None:
+    """Import vLLM once; then, for each line of three files on stdin (job, result, log), run a job in a fork.
+
+    A line goes to stdout when it has ended. Nothing that a job changes is seen by the next.
+    """
+    os.environ.update(SETTINGS)
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    if runner == "v2":
+        cpu_shim.triton_interpreter()
+    cpu_shim.apply(interpreter=runner == "v2")
+    import vllm.model_executor.models.qwen3_dflash
+    import vllm.models.deepseek_v4
+    import vllm.v1.engine.llm_engine
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    for line in sys.stdin:
+        job_file, result_file, log_file = line.split()
+        if (pid := os.fork()) == 0:
+            log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            try:
+                run_job(job_file, result_file)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        os.waitpid(pid, 0)
+        print("ended", flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(sys.argv[1])

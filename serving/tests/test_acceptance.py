@@ -1,7 +1,6 @@
 """A really trained drafter accepts in vLLM what it accepts in transformers, on the same sequences."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).resolve().parent
-MAIN_PYTHON = os.environ.get("HYPERDFLASH_PYTHON", str(HERE.parents[1] / ".venv" / "bin" / "python"))
-NUM_ROUNDS, NEW_TOKENS, DRAFTS, BATCH = 4000, 440, 6, 16
+NUM_ROUNDS, NEW_TOKENS, DRAFTS, BATCH = 4000, 330, 6, 16
+DRAFTERS = ("drafter", "markov")
 TIE = 0.25  # nats
 
 
@@ -33,34 +32,37 @@ def sequences(batches, result) -> list[list[int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def drafted(batches, engine) -> dict:
-    """Sampled sequences of vLLM with the trained drafter, and the accepted drafts of their rounds.
+@pytest.fixture(scope="module", params=DRAFTERS)
+def drafted(request, batches, engine) -> dict:
+    """Sampled sequences of vLLM with a trained drafter, and the accepted drafts of their rounds.
 
     Greedy texts of so small a target are loops, where any drafter is right. Sampling with greedy drafts accepts one
     exactly where the token that comes out is the draft, so that the rounds can be replayed all the same.
     """
-    sampling = {"temperature": 0.8, "seed": 11}
-    spec = {"draft_sample_method": "greedy"}
     result = engine(
         "trained",
-        "drafter/served",
+        f"{request.param}/served",
         batches=batches,
         drafts=DRAFTS,
         max_tokens=NEW_TOKENS,
-        sampling=sampling,
-        speculative_config=spec,
+        sampling={"temperature": 0.8, "seed": 11},
+        speculative_config={"draft_sample_method": "greedy"},
     )
-    return {"ids": sequences(batches, result), "num_prompt": len(batches[0][0]), "rounds": result["rounds"]}
+    return {
+        "name": request.param,
+        "ids": sequences(batches, result),
+        "num_prompt": len(batches[0][0]),
+        "rounds": result["rounds"],
+    }
 
 
 @pytest.fixture(scope="module")
-def replayed(drafted, tmp_path_factory) -> list[list[int]]:
+def replayed(drafted, main_python, tmp_path_factory) -> list[list[int]]:
     """The rounds of transformers along these sequences, computed in the main environment."""
     folder = tmp_path_factory.mktemp("replay")
     items = [{"ids": ids, "num_prompt": drafted["num_prompt"]} for ids in drafted["ids"]]
     (folder / "sequences.json").write_text(json.dumps(items))
-    command = [MAIN_PYTHON, str(HERE / "train_tiny.py"), "replay"]
+    command = [main_python, str(HERE / "train_tiny.py"), "replay", drafted["name"]]
     subprocess.run([*command, str(folder / "sequences.json"), str(folder / "rounds.json")], check=True)
     return json.loads((folder / "rounds.json").read_text())
 
@@ -89,7 +91,7 @@ def test_the_interval_contains_a_known_difference():
 def test_drafted_greedy_tokens_are_the_plain_ones_up_to_the_targets_ties(batches, engine):
     """A difference begins where plain decoding's own two best tokens are as close as bf16 and an fp8 cache tell."""
     some = [batches[0][:4]]
-    drafted = engine("trained", "drafter/served", batches=some, drafts=DRAFTS, max_tokens=160)
+    drafted = engine("trained", "markov/served", batches=some, drafts=DRAFTS, max_tokens=160)
     plain = engine("trained", batches=some, max_tokens=160, sampling={"logprobs": 2})
     gaps = []
     for ours, theirs, its_gaps in zip(drafted["tokens"][0], plain["tokens"][0], plain["gaps"], strict=True):
@@ -109,7 +111,7 @@ def test_acceptance_in_vllm_is_that_of_transformers(drafted, replayed, build):
         "identical_sequences": sum(a == b for a, b in zip(drafted["rounds"], replayed, strict=True)),
         "sequences": len(replayed),
     }
-    (build / "acceptance.json").write_text(json.dumps(figures, indent=2) + "\n")
+    (build / f"acceptance-{drafted['name']}.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(figures)
     assert min(figures["rounds"].values()) >= NUM_ROUNDS
     assert figures["acceptance_length"]["vllm"] > 1.3  # a drafter that accepts nothing would agree with anything

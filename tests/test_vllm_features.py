@@ -1,0 +1,167 @@
+"""Features that vLLM writes: the plan, and what is taken in afterwards. `serving/tests` has the engine.
+
+vLLM is stood in for by a model of transformers behind the plug-in's own `RowCapture`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from hyperdflash.generation import cli
+from hyperdflash.generation.generate import load_target
+from hyperdflash.generation.init import TargetCheckpoint
+from hyperdflash.training.target import OnlineFeatures, TargetHead
+from hyperdflash.training.vllm_features import read_head
+from hyperdflash_vllm import capture, features
+
+TARGET = Path(__file__).parents[1] / "examples" / "tiny" / "target"
+
+
+@pytest.fixture(scope="module")
+def target():
+    return load_target(str(TARGET), None)[0]
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch) -> Path:
+    """A recipe for the tiny target with three samples, one of them for evaluation."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    lines = [json.dumps({"input_ids": [0, *range(10, 10 + n)], "loss_mask": [0] + [1] * n}) for n in (6, 9, 4)]
+    (tmp_path / "train.jsonl").write_text("\n".join(lines[:2]))
+    (tmp_path / "eval.jsonl").write_text(lines[2])
+    path = tmp_path / "recipe.yaml"
+    path.write_text(
+        f"target: {TARGET}\noutput_dir: {tmp_path / 'run'}\nfeatures_dir: {tmp_path / 'features'}\n"
+        f"train_data: [{tmp_path / 'train.jsonl'}]\neval_data: [{tmp_path / 'eval.jsonl'}]\n"
+        "drafter: {mask_token_id: 3, num_hidden_layers: 1}\nuse_cpu: true\nfeatures: offline\nbf16: false\n"
+        "max_steps: 2\nper_device_train_batch_size: 1\nmax_length: 16\nnum_anchors: 2\nreport_to: none\n"
+    )
+    return path
+
+
+class Engine:
+    """`LLM` as far as `write_shards` uses it."""
+
+    def __init__(self, target):
+        self.online = OnlineFeatures(target, None)
+        self.worker = capture.FeatureWorker()
+        self.worker.rank, self.worker.get_model = 0, lambda: self
+        self.capture = capture.RowCapture(target.config.hc_mult)
+
+    def collective_rpc(self, name, args):
+        getattr(self.worker, name)(*args)
+
+    def run(self, row):
+        with torch.no_grad():
+            kept = []
+            model = self.online.target.model
+            hook = model.hc_head.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
+            model(torch.tensor([row]), use_cache=False)
+            hook.remove()
+        self.capture.take(torch.tensor(row), torch.arange(len(row)), kept[0][0].flatten(1))
+
+
+def write(folder: Path, target) -> None:
+    """What `python -m hyperdflash_vllm.features` does, without vLLM."""
+    engine = Engine(target)
+    for plan in features.find_plans(folder):
+        for shard in features.read_plan(plan)[1]:
+            engine.collective_rpc("start_features", (shard["input_ids"],))
+            for row in shard["input_ids"]:
+                engine.run(row)
+            engine.collective_rpc(
+                "write_features", (str(plan.parent / shard["file"]), shard["mark"], shard["input_ids"])
+            )
+
+
+def test_the_head_of_a_checkpoint_is_that_of_the_loaded_target(target):
+    head = read_head(TargetCheckpoint(TARGET))
+    assert head.sha256 == TargetHead.from_target(target).sha256
+
+
+def test_planned_written_and_taken_in_they_are_the_features_of_transformers(recipe, target, capsys):
+    """One sample a forward in both, and therefore the same bytes in the same shards."""
+    folder, plain = recipe.parent / "features", recipe.parent / "plain"
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 1 to be written" in said
+    assert f"python -m hyperdflash_vllm.features {folder} --model {TARGET}" in said
+    write(folder, target)
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    assert "1 shards taken in" in (said := capsys.readouterr().out)
+    assert "is complete" in said
+    assert cli.main(["features", str(recipe), "--verify"]) == 0
+
+    assert cli.main(["features", str(recipe), f"features_dir={plain}"]) == 0
+    for split in ("train", "eval"):
+        ours, theirs = (json.loads((at / split / "manifest.json").read_text()) for at in (folder, plain))
+        assert {**ours, "shards": 0} == {**theirs, "shards": 0}
+        ours, theirs = (load_file(at / split / "shard-00000.safetensors") for at in (folder, plain))
+        torch.testing.assert_close(ours, theirs, atol=0.05, rtol=0.05)  # there, samples share a padded batch
+
+
+def test_training_reads_them(recipe, target):
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    write(recipe.parent / "features", target)
+    assert cli.main(["train", str(recipe)]) == 1  # not taken in yet
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    assert cli.main(["train", str(recipe)]) == 0
+    assert (recipe.parent / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_what_is_there_is_not_computed_again(recipe, target):
+    folder = recipe.parent / "features"
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    write(folder, target)
+    assert features.write_all(folder, {}) == 0  # and vLLM is not even imported
+
+
+@pytest.mark.parametrize("problem", ["mark", "lengths", "nan", "dtype", "other data"])
+def test_a_shard_that_is_not_the_planned_one_is_refused_by_name(recipe, target, capsys, problem):
+    folder = recipe.parent / "features"
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
+    write(folder, target)
+    file = folder / "train" / "shard-00000.safetensors"
+    tensors = load_file(file)
+    mark = features.read_plan(folder / "train" / features.PLAN)[1][0]["mark"]
+    if problem == "other data":
+        shutil.copy(folder / "eval" / file.name, file)
+    else:
+        if problem == "lengths":
+            tensors["offsets"][1] += 1
+        elif problem == "nan":
+            tensors["context"][3] = float("nan")
+        elif problem == "dtype":
+            tensors["context"] = tensors["context"].float()
+        save_file(tensors, file, {"shard": "another" if problem == "mark" else mark})
+    capsys.readouterr()
+    assert cli.main(["features", str(recipe), "--vllm"]) == 1
+    error = capsys.readouterr().err
+    said = {
+        "mark": "comes from other features",
+        "other data": "comes from other features",
+        "lengths": "does not hold the 2 samples that were planned",
+        "nan": "NaN or infinite values",
+        "dtype": "holds F32 instead of BF16",
+    }
+    assert str(file) in error
+    assert said[problem] in error
+
+
+def test_tapped_layers_are_refused_before_anything_is_written(recipe, capsys):
+    override = "drafter={mask_token_id: 3, context_source: hidden_layers, target_layer_ids: [0, 1], reducer: fc}"
+    assert cli.main(["features", str(recipe), "--vllm", override]) == 1
+    assert "leave out --vllm" in capsys.readouterr().err
+    assert not (recipe.parent / "features").exists()
+
+
+def test_a_shard_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        capture.write_whole(tmp_path / "shard", b"x")
+    assert not (tmp_path / "shard").exists()
