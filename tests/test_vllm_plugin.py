@@ -230,9 +230,9 @@ def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, 
 
     with torch.no_grad():
         for request in range(B):
-            monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: hidden[request])
+            monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: (hidden[request], None))
             noise_ids = torch.tensor([[int(anchors[request]), 63, 63, 63]])
-            drafter.propose(None, None, noise_ids, 0, N, lm_head, None, choose)
+            drafter.propose(None, None, noise_ids, 0, N, lm_head, None, False, choose)
         want = torch.cat(want)
 
         torch.set_default_dtype(dtype)  # as vLLM does while it builds the draft

@@ -166,8 +166,8 @@ def sequential_logits(drafter, hidden: torch.Tensor, noise_ids: torch.Tensor) ->
         rows.append(logits)
         return logits.argmax(-1)
 
-    drafter.draft_hidden = lambda *args: hidden
-    drafter.propose(None, None, noise_ids, 0, len(hidden), SimpleNamespace(lm_head=lm_head), None, choose)
+    drafter.draft_hidden = lambda *args: (hidden, None)
+    drafter.propose(None, None, noise_ids, 0, len(hidden), SimpleNamespace(lm_head=lm_head), None, False, choose)
     return {"lm_head": lm_head.weight.detach(), "ids": noise_ids[0], "logits": torch.cat(rows)}
 
 

@@ -160,7 +160,9 @@ def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]
             drafts += logits.argmax(-1).tolist()
             return logits.argmax(-1)
 
-        drafter.propose(kept[0][:, :anchor], tokens[:, : anchor + 1], noise, anchor, K - 1, target, None, choose)
+        drafter.propose(
+            kept[0][:, :anchor], tokens[:, : anchor + 1], noise, anchor, K - 1, target, None, False, choose
+        )
         truth = ids[anchor + 1 : anchor + K]
         accepted = next((i for i, token in enumerate(truth) if token != drafts[i]), len(truth))
         rounds.append(accepted)
@@ -172,6 +174,7 @@ def replay(name: str, sequences: Path, out: Path) -> None:
     """SEQUENCES is a list of `{"ids", "num_prompt"}`; OUT becomes the rounds of each, by the drafter of that name."""
     target = load_target(torch.bfloat16)
     drafter = HyperDFlashModel.from_pretrained(TRAINED / name / "hf", dtype=torch.bfloat16).eval()
+    drafter.confidence_head = None  # all drafts are verified, as in vLLM
     items = json.loads(sequences.read_text())
     rounds = [replay_rounds(target, drafter, **item) for item in tqdm(items, desc="replay", disable=None)]
     out.write_text(json.dumps(rounds))
