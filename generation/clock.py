@@ -54,8 +54,8 @@ class Clock:
     def __init__(self, target, drafter=None):
         self.target, self.drafter = target, drafter
         self._around_draft = [target.get_input_embeddings(), target.get_output_embeddings()]
-        heads = {} if drafter is None else dict(drafter.named_children())
-        self._around_draft += [heads["markov_head"]] if "markov_head" in heads else []
+        if drafter is not None:
+            self._around_draft += [module for name, module in drafter.named_children() if name == "markov_head"]
         self._devices = accelerators(target, *([] if drafter is None else [drafter]))
         self.reset()
 

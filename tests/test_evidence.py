@@ -110,7 +110,7 @@ def test_a_document_without_its_tables_or_with_others_is_refused(monkeypatch, te
 
 
 def test_the_calibration_error_is_a_hand_count():
-    rows = np.array([[0.05, 0, 0], [0.07, 1, 0], [0.91, 1, 1], [0.93, 1, 1], [1.0, 0, 2]])
+    rows = np.array([[0.05, 0], [0.07, 1], [0.91, 1], [0.93, 1], [1.0, 0]])
     found = calibration.summary(rows)
     assert [part["slots"] for part in found["bins"]] == [2, 3]
     assert found["bins"][0] == pytest.approx({"slots": 2, "estimated": 0.06, "accepted": 0.5})

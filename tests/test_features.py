@@ -19,7 +19,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_v4 import tiny_drafter_config, tiny_target
+from tiny_v4 import features_recipe, tiny_drafter_config, tiny_target
 from torch.utils.data import DataLoader
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
@@ -30,7 +30,6 @@ from hyperdflash.training.feature_store import FeatureWriter, OfflineFeatures, p
 from hyperdflash.training.features import extract, make_batches, verify
 from hyperdflash.training.target import OnlineFeatures, TargetHead
 
-TINY_WORLD_TARGET = Path(__file__).parents[1] / "examples" / "tiny" / "target"
 LENGTHS = (5, 9, 3, 12, 7, 7, 4, 20, 6, 7, 7, 11)
 SHARD_TOKENS = 15  # the shards of LENGTHS: 5+9, 3+12, 7+7, 4, 20, 6+7, 7, 11
 SHARDS = [range(0, 2), range(2, 4), range(4, 6), range(6, 7), range(7, 8), range(8, 10), range(10, 11), range(11, 12)]
@@ -664,18 +663,8 @@ def test_a_read_only_folder_is_refused_before_any_work(config):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Path:
-    """A recipe for the tiny target with three samples, one of them for evaluation."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    lines = [json.dumps({"input_ids": [0, *range(10, 10 + n)], "loss_mask": [0] + [1] * n}) for n in (6, 9, 4)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines[:2]))
-    (tmp_path / "eval.jsonl").write_text(lines[2])
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"target: {TINY_WORLD_TARGET}\noutput_dir: {tmp_path / 'run'}\nfeatures_dir: {tmp_path / 'features'}\n"
-        f"train_data: [{tmp_path / 'train.jsonl'}]\neval_data: [{tmp_path / 'eval.jsonl'}]\n"
-        "drafter: {mask_token_id: 3, num_hidden_layers: 1}\nuse_cpu: true\n"
-    )
-    return path
+    return features_recipe(tmp_path)
 
 
 def test_the_command_writes_once_verifies_and_says_what_is_wrong(recipe, capsys, monkeypatch):

@@ -11,6 +11,7 @@ import datasets
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_v4 import TINY_WORLD_TARGET, features_recipe
 
 from hyperdflash.generation import cli
 from hyperdflash.generation.generate import load_target
@@ -19,29 +20,20 @@ from hyperdflash.training.target import OnlineFeatures, TargetHead
 from hyperdflash.training.vllm_features import read_head
 from hyperdflash_vllm import capture, features
 
-TARGET = Path(__file__).parents[1] / "examples" / "tiny" / "target"
-
 
 @pytest.fixture(scope="module")
 def target():
-    return load_target(str(TARGET), None)[0]
+    return load_target(str(TINY_WORLD_TARGET), None)[0]
 
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch) -> Path:
-    """A recipe for the tiny target with three samples, one of them for evaluation."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    lines = [json.dumps({"input_ids": [0, *range(10, 10 + n)], "loss_mask": [0] + [1] * n}) for n in (6, 9, 4)]
-    (tmp_path / "train.jsonl").write_text("\n".join(lines[:2]))
-    (tmp_path / "eval.jsonl").write_text(lines[2])
-    path = tmp_path / "recipe.yaml"
-    path.write_text(
-        f"target: {TARGET}\noutput_dir: {tmp_path / 'run'}\nfeatures_dir: {tmp_path / 'features'}\n"
-        f"train_data: [{tmp_path / 'train.jsonl'}]\neval_data: [{tmp_path / 'eval.jsonl'}]\n"
-        "drafter: {mask_token_id: 3, num_hidden_layers: 1}\nuse_cpu: true\nfeatures: offline\nbf16: false\n"
-        "max_steps: 2\nper_device_train_batch_size: 1\nmax_length: 16\nnum_anchors: 2\nreport_to: none\n"
+    return features_recipe(
+        tmp_path,
+        "features: offline\nbf16: false\nmax_steps: 2\nper_device_train_batch_size: 1\nmax_length: 16\n"
+        "num_anchors: 2\nreport_to: none\n",
     )
-    return path
 
 
 class Engine:
@@ -80,7 +72,7 @@ def write(folder: Path, target) -> None:
 
 
 def test_the_head_of_a_checkpoint_is_that_of_the_loaded_target(target):
-    head = read_head(TargetCheckpoint(TARGET))
+    head = read_head(TargetCheckpoint(TINY_WORLD_TARGET))
     assert head.sha256 == TargetHead.from_target(target).sha256
 
 
@@ -90,7 +82,7 @@ def test_planned_written_and_taken_in_they_are_the_features_of_transformers(reci
     assert cli.main(["features", str(recipe), "--vllm"]) == 0
     said = capsys.readouterr().out
     assert "1 of 1 to be written" in said
-    assert f"python -m hyperdflash_vllm.features {folder} --model {TARGET}" in said
+    assert f"python -m hyperdflash_vllm.features {folder} --model {TINY_WORLD_TARGET}" in said
     write(folder, target)
     assert cli.main(["features", str(recipe), "--vllm"]) == 0
     assert "1 shards taken in" in (said := capsys.readouterr().out)

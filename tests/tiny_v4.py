@@ -5,7 +5,9 @@ entries these tests reach: with fewer, ReLU scores of a random indexer tie exact
 from a full forward.
 """
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -199,3 +201,20 @@ def assert_lossless(target, prompt, want, sequence=None, *, patterns=tuple(PATTE
         drafter.follow(want if sequence is None else sequence, PATTERNS[name], pads=pads)
         got = target.generate(prompt, do_sample=False, assistant_model=drafter, **kwargs, **fresh())
         assert got.tolist() == want.tolist(), name
+
+
+TINY_WORLD_TARGET = Path(__file__).parents[1] / "examples" / "tiny" / "target"
+
+
+def features_recipe(folder: Path, more: str = "") -> Path:
+    """A recipe in `folder`, with `more` lines, for the example's target and three samples, one for evaluation."""
+    lines = [json.dumps({"input_ids": [0, *range(10, 10 + n)], "loss_mask": [0] + [1] * n}) for n in (6, 9, 4)]
+    (folder / "train.jsonl").write_text("\n".join(lines[:2]))
+    (folder / "eval.jsonl").write_text(lines[2])
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"target: {TINY_WORLD_TARGET}\noutput_dir: {folder / 'run'}\nfeatures_dir: {folder / 'features'}\n"
+        f"train_data: [{folder / 'train.jsonl'}]\neval_data: [{folder / 'eval.jsonl'}]\n"
+        f"drafter: {{mask_token_id: 3, num_hidden_layers: 1}}\nuse_cpu: true\n{more}"
+    )
+    return path

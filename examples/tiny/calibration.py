@@ -27,10 +27,9 @@ NUM_BINS = 10
 
 
 def reached_slots(target, tokenizer, drafter, temperature: float, num_prompts: int) -> np.ndarray:
-    """Rows of estimate, whether accepted, and slot (from 0), of every slot that was reached."""
+    """Rows of estimate and whether accepted, of every slot that was reached."""
     rows, estimates = [], []
     column = int(temperature > 0)
-    drafter.config.verify_cost = 0.0
     hook = drafter.confidence_head.register_forward_hook(
         lambda module, args, logits: estimates.append(logits[0, 1:, column].sigmoid().tolist())
     )
@@ -43,7 +42,7 @@ def reached_slots(target, tokenizer, drafter, temperature: float, num_prompts: i
                 target, {"assistant_model": drafter}, ids, max_new_tokens=128, temperature=temperature, seed=0
             )
             for block, drafted, accepted in zip(estimates, call["num_drafts"], call["num_accepted"], strict=True):
-                rows += [(block[slot], slot < accepted, slot) for slot in range(min(accepted + 1, drafted))]
+                rows += [(block[slot], slot < accepted) for slot in range(min(accepted + 1, drafted))]
     hook.remove()
     return np.array(rows, dtype=float)
 
@@ -104,6 +103,7 @@ def main() -> None:
     drafter = load_drafter(args.drafter, None, "float32", target)
     if drafter.confidence_head is None:
         parser.error(f"{args.drafter} has no confidence head")
+    drafter.config.verify_cost = 0.0
     found = {
         f"{temperature:g}": summary(reached_slots(target, tokenizer, drafter, temperature, args.num_prompts))
         for temperature in (0.0, 1.0)

@@ -76,6 +76,11 @@ def means(rows: list[dict], name: str) -> list[float]:
     return [fmean(v) for v in values.values()]
 
 
+def overall(rows: list[dict], method: str, name: str, temperature: float) -> float:
+    """The mean of a method's figure over sets and checkpoints."""
+    return fmean(means(rows_of(rows, method, temperature), name))
+
+
 # -------------------------------------------------------------------------------------------------------------- tables
 
 
@@ -111,7 +116,7 @@ def positions(group: str, methods: dict[str, str]) -> str:
 def best_mtp(rows: list[dict], number: int, name: str, temperature: float) -> float:
     """The better of the target's own module and the one trained further."""
     modules = (f"mtp:{number} (the target", f"mtp:{number} (mtp")
-    return max(fmean(means(rows_of(rows, module, temperature), name)) for module in modules)
+    return max(overall(rows, module, name, temperature) for module in modules)
 
 
 def claims() -> str:
@@ -124,7 +129,7 @@ def claims() -> str:
     ):
 
         def ours(name, method=HYPERDFLASH, temperature=temperature):
-            return fmean(means(rows_of(rows, method, temperature), name))
+            return overall(rows, method, name, temperature)
 
         tau, speed = "acceptance_length", "speedup"
         ratios = {
@@ -230,12 +235,9 @@ def heads_claims() -> str:
         ):
             cells = []
             for temperature in (0, 1):
-                ours = fmean(means(rows_of(rows, method, temperature), name))
-                if other == "mtp:6":
-                    theirs = best_mtp(rows, 6, name, temperature)
-                else:
-                    theirs = fmean(means(rows_of(rows, other, temperature), name))
-                cells.append(f"{ours / theirs:.3f}")
+                is_mtp = other == "mtp:6"
+                theirs = best_mtp(rows, 6, name, temperature) if is_mtp else overall(rows, other, name, temperature)
+                cells.append(f"{overall(rows, method, name, temperature) / theirs:.3f}")
             lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP, the better')}", *cells])
     return table(["", "temperature 0", "temperature 1"], lines)
 
