@@ -48,6 +48,7 @@ def setup(
         speculative_config=Namespace(
             **{
                 "draft_model_config": draft,
+                "method": "dflash",
                 "kv_cache_dtype": dtype,
                 "num_speculative_tokens": drafts,
                 "use_local_argmax_reduction": False,
@@ -69,6 +70,7 @@ def test_a_sound_setup_passes(target, nested):
         ({"dtype": None}, r'the draft\'s kv_cache_dtype is None.*add "kv_cache_dtype": "bfloat16"'),
         ({"dtype": "auto"}, "the draft's kv_cache_dtype is 'auto'"),
         ({"dtype": "fp8_ds_mla"}, "the draft's kv_cache_dtype is 'fp8_ds_mla'"),
+        ({"said": {"method": "draft_model"}}, 'method is \'draft_model\': add "method": "dflash"'),
         ({"stages": 2}, "pipeline_parallel_size=2"),
         ({"architectures": ["DeepseekV4ForConditionalGeneration"]}, "DeepseekV4ForConditionalGeneration: .*vision"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture is Qwen3ForCausalLM"),
@@ -98,6 +100,14 @@ def test_what_a_sequential_head_cannot_work_with_is_refused(target, nested, head
         checks.check_setup(setup(target, {**nested, "draft_head": head}, said=said))
     checks.check_setup(setup(target, {**nested, "draft_head": "markov"}))
     checks.check_setup(setup(target, nested, said=said))
+
+
+@pytest.mark.parametrize("name", ["reducer", "draft_head"])
+def test_a_configuration_of_another_age_is_refused(target, nested, name):
+    with pytest.raises(ValueError, match=f"lacks {name}: export the drafter again"):
+        checks.check_setup(setup(target, {key: value for key, value in nested.items() if key != name}))
+    with pytest.raises(ValueError, match=f"{name} 'other' is unknown to this plug-in"):
+        checks.check_setup(setup(target, {**nested, name: "other"}))
 
 
 def test_logits_of_other_rows_than_all_drafts_are_noticed():

@@ -1,7 +1,7 @@
 """HyperDFlash drafters in vLLM: the entry point, called in every process of vLLM, any number of times.
 
 `target.py` has DeepSeek-V4 with its residual paths handed on, `draft.py` the draft model, `reducer.py` what makes one
-vector of the paths, `checks.py` what is refused. Nothing of them is imported before vLLM builds such a model.
+vector of the paths, `checks.py` what is refused. Models are imported when vLLM builds one.
 """
 
 TARGET_ARCHITECTURE, DRAFT_ARCHITECTURE = "DeepseekV4ForCausalLM", "DFlashHyperDraftModel"

