@@ -120,6 +120,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt

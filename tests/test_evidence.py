@@ -1,9 +1,11 @@
 """What the tiny world compares: runs of one budget that differ in what they name, and the tables of their results."""
 
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
@@ -13,6 +15,7 @@ sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
 import calibration  # noqa: E402
 import evidence  # noqa: E402
+import selector  # noqa: E402
 
 DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
 
@@ -117,3 +120,25 @@ def test_the_calibration_error_is_a_hand_count():
     assert found["calibration_error"] == pytest.approx((2 * 0.44 + 3 * abs(2.84 / 3 - 2 / 3)) / 5)
     assert found["brier"] == pytest.approx((0.05**2 + 0.93**2 + 0.09**2 + 0.07**2 + 1) / 5)
     assert found["brier_of_mean"] == pytest.approx(0.24)
+
+
+def test_the_best_path_is_the_most_likely_of_all():
+    torch.manual_seed(2)
+    logits, table = torch.randn(3, 5), torch.randn(5, 5)  # of slots, and what a token adds to those after it
+
+    def likelihood(path):
+        return sum(
+            (slot + table[before]).log_softmax(-1)[token]
+            for slot, before, token in zip(logits, (4, *path), path, strict=False)
+        )
+
+    def head(previous, hidden):
+        return table[previous], None
+
+    best = max(product(range(5), repeat=3), key=likelihood)
+    slot_by_slot = [int((logits[0] + table[4]).argmax())]
+    for slot in logits[1:]:
+        slot_by_slot.append(int((slot + table[slot_by_slot[-1]]).argmax()))
+    assert slot_by_slot != list(best)
+    assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=5) == list(best)
+    assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=1) == slot_by_slot

@@ -4,7 +4,7 @@
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
-`baselines.py` and `paths.py`; `make tiny-baselines` and `make tiny-heads` run all of it.
+`baselines.py`, `paths.py`, `calibration.py` and `selector.py`; `make tiny-baselines` and `make tiny-heads` run them.
 """
 
 import argparse
@@ -250,6 +250,14 @@ def calibration() -> str:
     return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
 
 
+def selector() -> str:
+    """What the best path of a block would gain (`selector.py`)."""
+    found = json.loads((RESULTS / "heads" / "selector.json").read_text())
+    base = found["slot by slot"]
+    lines = [[name, f"{tau:.3f}", f"{tau / base - 1:+.1%}"] for name, tau in found.items()]
+    return table(["drafts", "tau", ""], lines)
+
+
 TABLES = {
     "evidence.md": {
         "headline, temperature 0": lambda: speed_and_tau("headline", METHODS, 0),
@@ -268,6 +276,7 @@ TABLES = {
         "claims": heads_claims,
         "positions": lambda: positions("heads", HEADS),
         "calibration": calibration,
+        "selector": selector,
     },
 }
 
