@@ -121,6 +121,11 @@ ABLATIONS = {
     "fc": ("dense projection of the paths", {"reducer": "fc"}, ()),
     "hidden-layers": ("intermediate layers, dense projection", HIDDEN, (HIDDEN_FEATURES,)),
     "dflash": ("the same without KL: vanilla DFlash", HIDDEN, ("kl_alpha=0", HIDDEN_FEATURES)),
+    "dflash-last-layers": (
+        "vanilla DFlash that reads the last three layers",
+        {**HIDDEN, "target_layer_ids": [3, 4, 5]},
+        ("kl_alpha=0", LAST_FEATURES),
+    ),
     "first-layer": (
         "the target's first layer alone: nearly the embeddings",
         {**HIDDEN, "target_layer_ids": [0]},
