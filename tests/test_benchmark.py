@@ -782,23 +782,13 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        ("mtp.0.main_proj.weight", "carries DSpark under mtp.*, not the native MTP module"),
-        ("mtp.0.e_proj.scale", "quantised MTP module (mtp.0.e_proj.scale)"),
-    ],
-)
-def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(
-    command, world, target, tensor, message, monkeypatch, tmp_path, capsys
-):
+def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(command, world, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "load_target", lambda *args: pytest.fail("loaded"))
-    tensors = mtp_state_dict(DeepseekV4MTP(target.config)) if "scale" in tensor else {}
     folder = tmp_path / "mtp"
     folder.mkdir()
-    save_file({**tensors, tensor: torch.ones(1)}, folder / "model.safetensors")
+    save_file({"mtp.0.main_proj.weight": torch.ones(1)}, folder / "model.safetensors")
     assert command(methods=(f"mtp:3={folder}",)) == (1, None)
-    assert message in capsys.readouterr().err
+    assert "carries DSpark under mtp.*, not the native MTP module" in capsys.readouterr().err
 
 
 def test_a_drafter_for_another_target_is_refused(command, tmp_path, capsys):
