@@ -2,6 +2,7 @@
 
 import sys
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import baselines  # noqa: E402
 import calibration  # noqa: E402
 import evidence  # noqa: E402
 import selector  # noqa: E402
+import train_mtp  # noqa: E402
 
 DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
 
@@ -30,6 +32,14 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     assert values["max_steps"] == (baselines.ABLATION_STEPS if run.group == "ablations" else recipe["max_steps"])
     assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
     load_recipe(baselines.RECIPE, run.overrides())
+
+
+def test_the_documents_say_what_the_results_say():
+    documents = [evidence.DOCS / name for name in evidence.TABLES if (evidence.DOCS / name).exists()]
+    assert documents
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        assert evidence.filled(document.name, text) == text
 
 
 def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
@@ -48,6 +58,25 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     assert {method.num_drafts for method in methods} == {3, 6, 9}
     methods = parse_methods([run.method for run in runs if run.group == "heads"])[1:]
     assert {"hyperdflash+markov", "mean+markov", "dspark-like"} == {method.name for method in methods}
+
+
+@pytest.mark.parametrize(("mask", "loss"), [([0, 1, 1, 0, 0], 0.0), ([0, 0, 1, 1, 0], 10.0), ([0, 1, 1, 1, 0], 5.0)])
+def test_mtp_learns_the_token_after_the_next_where_the_target_wrote_both(mask, loss):
+    """Here a module says the next token again: right at the first position, wrong at the second."""
+    batch = {"input_ids": torch.tensor([[1, 2, 2, 3, 0]]), "loss_mask": torch.tensor([mask])}
+    residual = torch.randn(1, 5, 2, 4)
+    head = SimpleNamespace(embed=lambda ids: torch.eye(4)[ids], lm_head=10 * torch.eye(4))
+
+    def features(batch):
+        return SimpleNamespace(residual=residual)
+
+    def module(next_embeds, given, next_ids):
+        assert torch.equal(given, residual[:, :3])
+        assert next_ids.tolist() == [[2, 2, 3]]
+        return next_embeds, None
+
+    features.head = head
+    assert float(train_mtp.mtp_loss(module, features, batch)) == pytest.approx(loss, abs=1e-3)
 
 
 def row(method, checkpoint, dataset, tau, speedup, temperature=0.0):
@@ -83,9 +112,12 @@ def test_a_checkpoints_figure_is_its_mean_over_sets_and_the_spread_is_over_check
     assert evidence.rows_of(ROWS, "hyperdflash:6", temperature=1) == []
 
 
-def test_the_better_of_the_two_mtp_modules_counts():
-    assert evidence.best_mtp(ROWS, 6, "acceptance_length", 0) == pytest.approx(3.8)
-    assert evidence.best_mtp(ROWS, 6, "speedup", 0) == pytest.approx(1.4)
+def test_a_ratio_is_taken_seed_by_seed_and_of_mtp_the_better_module_counts():
+    assert evidence.figures(ROWS, "mtp:6", "acceptance_length", 0) == [pytest.approx(3.8)]
+    assert evidence.figures(ROWS, "mtp:6", "speedup", 0) == [pytest.approx(1.4)]
+    assert evidence.ratio(ROWS, "hyperdflash:6", "dflash:6", "acceptance_length", 0) == "2.04 ± 0.06"
+    both = [*ROWS, row("dflash:6", "d", "code", 4.6, 1.0), row("dflash:6", "d", "math", 4.8, 1.1)]
+    assert evidence.ratio(both, "hyperdflash:6", "dflash:6", "acceptance_length", 0) == "1.50 ± 0.71"
 
 
 def test_a_part_of_a_round_that_is_not_told_apart_is_left_blank(monkeypatch):
