@@ -102,13 +102,16 @@ tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations texts
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
 	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
 	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
 	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/baselines.py --methods)
+	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
+	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
 	$(call results,headline)
 	$(call results,ablations)
+	$(call results,texts)
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
 	$(BIN)/python $(TINY)/evidence.py
 

@@ -21,9 +21,9 @@ from .report import RESULTS_FILE, TABLE_FILE, run_notes, write_table
 ACCEPTANCE_FILE, SPEEDUP_FILE = "acceptance.png", "speedup.png"
 ALIKE = ("target_fingerprint", "dtype", "device", "threads")  # of an environment: others are of another table
 SIZES = ("num_prompts", "num_new_tokens")  # plain decoding of the same prompts has the same
-# Okabe and Ito's colours, grey and wine, which colour-blind eyes tell apart; markers for prints without colour.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
-MARKERS = "osD^vPX*"
+# Okabe and Ito's colours and Tol's, which colour-blind eyes tell apart; markers for prints without colour.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255", "#332288", "#999933")
+MARKERS = "osD^vPX*<>"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -220,6 +220,8 @@ def _finish(figure) -> bytes:
     if handles:
         longest = max(map(len, handles))
         columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
+        rows = -(-len(handles) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.21 * max(rows - 2, 0))
         figure.legend(
             handles.values(),
             handles.keys(),

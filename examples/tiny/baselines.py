@@ -43,7 +43,7 @@ class Run:
     """One training run.
 
     Attributes:
-        group: `headline`, `ablations` or `heads`.
+        group: `headline`, `ablations`, `texts` or `heads`.
         drafter: options of the drafter that differ from the recipe's.
         settings: other `key=value` of the recipe.
         what: what it is there to show.
@@ -150,6 +150,12 @@ ABLATIONS = {
     "block-4": ("three drafts", {"block_size": 4}, ()),
     "block-10": ("nine drafts", {"block_size": 10}, ()),
 }
+SAMPLED = (
+    f'train_data=["{BUILD}/texts/sampled-*.jsonl"]',
+    f"features_dir={BUILD / 'features-sampled'}",
+    f"max_steps={ABLATION_STEPS}",
+    *NOT_CURVES,
+)
 HEADS = {
     "markov": (
         "HyperDFlash with a Markov head, and a confidence head, which teaches it nothing",
@@ -171,7 +177,8 @@ def runs() -> list[Run]:
     for name, (what, drafter, settings) in ABLATIONS.items():
         settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
         ablations.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
-    return [*_with_seeds("headline", METHODS), *ablations, *_with_seeds("heads", HEADS)]
+    sampled = Run("texts-sampled", "texts", "trained on answers sampled at temperature 1 alone", {}, SAMPLED)
+    return [*_with_seeds("headline", METHODS), *ablations, sampled, *_with_seeds("heads", HEADS)]
 
 
 def _with_seeds(group: str, methods: dict) -> list[Run]:

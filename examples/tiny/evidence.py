@@ -41,6 +41,10 @@ HEADS = {
     "mean+markov:6": "mean + Markov",
     "dspark-like:6": "DSpark-like",
 }
+TEXTS = {
+    "ablation-base/final": "all answers, a quarter of them sampled",
+    "texts-sampled/final": "answers sampled at temperature 1",
+}
 HEADLINE = ("hyperdflash", "mtp", "dflash", "mean", "fc")  # runs less their seed
 CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
     "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
@@ -192,6 +196,22 @@ def ablations() -> str:
     return table(header, lines).replace("---:", "---", 1)
 
 
+def texts() -> str:
+    """tau of a drafter by the temperature of the text that it was trained on."""
+    rows = read_rows("texts")
+    lines = []
+    for checkpoint, label in TEXTS.items():
+        cells = []
+        for temperature in (0, 1):
+            own = [row for row in rows_of(rows, "hyperdflash:6", temperature) if row["checkpoint"] == checkpoint]
+            cells += [
+                f"{tau:.2f}" for tau in (*(row["acceptance_length"] for row in own), *means(own, "acceptance_length"))
+            ]
+        lines.append([label, *cells])
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    return table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
+
+
 def reducers() -> str:
     """The paper's Table 1: parameters and initialisation of the reducers, at V4-Flash and in the tiny world."""
     lines = []
@@ -261,6 +281,7 @@ TABLES = {
         "rounds": rounds,
         "training": training,
         "ablations": ablations,
+        "texts": texts,
         "reducers": reducers,
         "paths": paths,
     },
