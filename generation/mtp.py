@@ -119,6 +119,11 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         )
         return self.norm(self.hc_head(x)), x
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The projections'. The library takes the first parameter's, a norm's, which stays fp32."""
+        return self.e_proj.weight.dtype
+
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise `ValueError` for a call or a target that this module cannot draft for."""
         check_call(generation_mode, generation_config)

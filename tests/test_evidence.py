@@ -30,7 +30,7 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     named = {setting.partition("=")[0] for setting in run.settings}
     assert changed - named <= {"output_dir", "seed", "drafter"}
     assert values["max_steps"] == (
-        baselines.ABLATION_STEPS if run.group in ("ablations", "texts") else recipe["max_steps"]
+        baselines.ABLATION_STEPS if run.group in ("ablations", "seeds", "texts") else recipe["max_steps"]
     )
     assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
     load_recipe(baselines.RECIPE, run.overrides())

@@ -143,7 +143,7 @@ def test_a_module_has_the_dtype_of_its_target_and_drafts_for_one_of_another(tmp_
     config.dtype = dtype
     loaded = load_mtp(tmp_path, config)
     kinds = {name: tensor.dtype for name, tensor in loaded.named_parameters()}
-    assert kinds["e_proj.weight"] == kinds["layer.self_attn.kv_proj.weight"] == dtype
+    assert loaded.dtype == kinds["e_proj.weight"] == kinds["layer.self_attn.kv_proj.weight"] == dtype
     assert kinds["layer.attn_hc.base"] == kinds["hc_head.hc_fn"] == torch.float32
     assert not any(tensor.is_meta for tensor in loaded.buffers())
     for target_dtype in (torch.float32, torch.bfloat16):

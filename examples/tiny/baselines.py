@@ -43,7 +43,7 @@ class Run:
     """One training run.
 
     Attributes:
-        group: `headline`, `ablations`, `texts` or `heads`.
+        group: `headline`, `ablations`, `seeds`, `texts` or `heads`.
         drafter: options of the drafter that differ from the recipe's.
         settings: other `key=value` of the recipe.
         what: what it is there to show.
@@ -177,6 +177,11 @@ def runs() -> list[Run]:
     for name, (what, drafter, settings) in ABLATIONS.items():
         settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
         ablations.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
+    for seed in SEEDS[1:]:  # of two ablations, to see what a difference between two of them means
+        for name in ("base", "dflash"):
+            what, drafter, settings = ABLATIONS[name]
+            settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
+            ablations.append(Run(f"ablation-{name}-{seed}", "seeds", what, drafter, settings, seed))
     sampled = Run("texts-sampled", "texts", "trained on answers sampled at temperature 1 alone", {}, SAMPLED)
     return [*_with_seeds("headline", METHODS), *ablations, sampled, *_with_seeds("heads", HEADS)]
 
