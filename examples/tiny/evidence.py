@@ -196,6 +196,16 @@ def ablations() -> str:
     return table(header, lines).replace("---:", "---", 1)
 
 
+def seeds() -> str:
+    """What three seeds of an ablation's budget make of tau."""
+    rows = read_rows("seeds")
+    lines = []
+    for method, label in (("hyperdflash:6", "`base`"), ("dflash:6", "`dflash`")):
+        tau = means(rows_of(rows, method), "acceptance_length")
+        lines.append([label, *(f"{value:.2f}" for value in tau), spread(tau)])
+    return table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
+
+
 def texts() -> str:
     """tau of a drafter by the temperature of the text that it was trained on."""
     rows = read_rows("texts")
@@ -281,6 +291,7 @@ TABLES = {
         "rounds": rounds,
         "training": training,
         "ablations": ablations,
+        "seeds": seeds,
         "texts": texts,
         "reducers": reducers,
         "paths": paths,
