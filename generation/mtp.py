@@ -209,6 +209,7 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
         mtp = DeepseekV4MTP(config, max_drafts)
     mtp.rotary_emb = DeepseekV4RotaryEmbedding(mtp.config)  # no checkpoint has its buffers
     dtype = config.dtype or torch.get_default_dtype()
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
     try:
         state = {name: _find(tensors, name, value) for name, value in mtp.state_dict().items()}
         for name in state:

@@ -135,12 +135,13 @@ def test_checkpoints_without_the_native_module_are_told_apart(tmp_path):
         load_mtp(tmp_path, tiny_config())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "bfloat16"])
 def test_a_module_has_the_dtype_of_its_target_and_drafts_for_one_of_another(tmp_path, dtype):
     mtp = tiny_mtp(tiny_target())
     save_file(mtp_state_dict(mtp, torch.float32), tmp_path / "model.safetensors")
     config = tiny_config()
     config.dtype = dtype
+    dtype = torch.bfloat16 if dtype == "bfloat16" else dtype
     loaded = load_mtp(tmp_path, config)
     kinds = {name: tensor.dtype for name, tensor in loaded.named_parameters()}
     assert loaded.dtype == kinds["e_proj.weight"] == kinds["layer.self_attn.kv_proj.weight"] == dtype
