@@ -92,12 +92,11 @@ tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the 
 	  cat $$texts/greedy-$$domain.jsonl $$texts/sampled-$$domain.jsonl > $$texts/train-$$domain.jsonl; \
 	done
 
-tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an hour, resumable
-	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash features training/recipes/tiny_stage1.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash train training/recipes/tiny_stage1.yaml resume_from_checkpoint=true
-	OMP_NUM_THREADS=1 $(TRAIN) -m hyperdflash train training/recipes/tiny_stage2.yaml resume_from_checkpoint=true
-	cp -r $(TINY)/build/stage2/final/. $(TINY)/drafter/
-	$(BIN)/python $(TINY)/evaluate.py
+tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without: about an hour, resumable
+	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only hyperdflash-42 markov-42
+	cp -r $(RUNS)/hyperdflash-42/final/. $(TINY)/drafter-paper/
+	cp -r $(RUNS)/markov-42/final/. $(TINY)/drafter/
 	$(MAKE) closure
 
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
@@ -123,7 +122,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only heads
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/heads --methods mtp:6 mtp:6=$(call seeds,mtp) \
 	  hyperdflash:6=$(call seeds,hyperdflash) hyperdflash+markov:6=$(call seeds,markov) \
-	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
+	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(RUNS)/mean-markov-42/final \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads

@@ -227,6 +227,7 @@ class Pair:
             setattr(config, name, value)
         with torch.device("meta"):
             model = type(self.model)(config).eval()
+        model.confidence_head = self.model.confidence_head  # which may have been taken off
         model.load_state_dict(self.model.state_dict(), assign=True)
         model.rotary_emb = Qwen3RotaryEmbedding(config).to(self.target.device)
         return model

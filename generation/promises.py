@@ -35,7 +35,6 @@ class Promise(NamedTuple):
 def read_promises(drafter: str, revision: str | None = None) -> list[Promise]:
     """What the files of a folder or Hub repository promise, decoded figures and expected ones apart."""
     readers = {
-        "evaluation.json": _of_evaluation,
         RESULTS_FILE: _of_results,
         "trainer_state.json": _of_trainer_state,
         "README.md": _of_card,
@@ -54,14 +53,6 @@ def read_promises(drafter: str, revision: str | None = None) -> list[Promise]:
         except (ValueError, TypeError, KeyError, AttributeError):
             continue  # these names are anybody's: a file of another kind promises nothing
     return promises
-
-
-def _of_evaluation(name: str, text: str) -> list[Promise]:
-    """Of a file with a row for each domain, and their mean."""
-    report = json.loads(text)
-    rows = [row for row in report.values() if isinstance(row, dict) and "acceptance_length" in row]
-    length, rates = _mean(rows) if rows else (report["mean_acceptance_length"], [])
-    return [Promise(name, True, float(report.get("mean_acceptance_length", length)), rates)]
 
 
 def _of_results(name: str, text: str) -> list[Promise]:

@@ -1,4 +1,4 @@
-"""The tiny target and drafter that the repository carries: real, small, and drafting."""
+"""The tiny target and drafters that the repository carries: real, small, and drafting."""
 
 import ast
 import json
@@ -15,10 +15,10 @@ from hyperdflash.generation.demo import PROMPTS, TINY
 from hyperdflash.generation.mtp import load_mtp
 from hyperdflash.generation_hyperdflash import ResidualTap, SpeculativeStats
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.training.blocks import attention_masks, make_blocks
+from hyperdflash.training.blocks import attention_masks, make_blocks, previous_ids
 from hyperdflash.training.target import OnlineFeatures
 
-TARGET, DRAFTER = TINY / "target", TINY / "drafter"
+TARGET, DRAFTER, PAPER = TINY / "target", TINY / "drafter", TINY / "drafter-paper"
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +26,9 @@ def target():
     return AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
 
 
-@pytest.fixture(scope="module")
-def drafter():
-    return HyperDFlashModel.from_pretrained(DRAFTER, dtype=torch.float32).eval()
+@pytest.fixture(scope="module", params=[DRAFTER, PAPER], ids=lambda folder: folder.name)
+def drafter(request):
+    return HyperDFlashModel.from_pretrained(request.param, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -64,17 +64,22 @@ def test_every_round_of_decoding_accepts_what_the_blocks_of_training_predict(tar
         blocks = make_blocks(
             ids, torch.ones_like(ids), anchors, block_size=K, mask_token_id=drafter.config.mask_token_id
         )
-        hidden = drafter(
+        has_head = drafter.markov_head is not None
+        out = drafter(
             features.head.embed(blocks.input_ids),
             features({"input_ids": ids}).context_hidden_states,
             attention_masks(anchors, ids.shape[1], drafter.config),
             blocks.position_ids,
-        ).last_hidden_state
-        drafts = (hidden.view(-1, K, hidden.shape[-1])[:, 1:] @ features.head.lm_head.T).argmax(-1)
+            previous_ids=previous_ids(blocks) if has_head else None,
+        )
+        logits = out.last_hidden_state @ features.head.lm_head.T
+        if has_head:
+            logits = logits + out.markov_states @ drafter.markov_head.markov_w2.T
+        drafts = logits.view(-1, K, logits.shape[-1])[:, 1:].argmax(-1)
         right = (drafts == blocks.labels[0]).long().cumprod(-1).sum(-1)
-        position, expected = prompt_length, []
+        position, expected, drafted_lengths = prompt_length, [], iter(drafted.speculation.num_drafts)
         while position < ids.shape[1] - 1:
-            expected.append(int(right[position - prompt_length]))
+            expected.append(min(int(right[position - prompt_length]), next(drafted_lengths)))
             position += expected[-1] + 1
         assert drafted.speculation.num_accepted[: len(expected) - 1] == expected[:-1]  # the last one may be cut
         num_rounds += len(expected) - 1
@@ -101,7 +106,7 @@ def test_target_has_every_part_of_a_v4(target):
 
 
 def test_weights_are_small_bf16_safetensors():
-    for folder, limit in ((TARGET, 12e6), (DRAFTER, 4e6)):
+    for folder, limit in ((TARGET, 12e6), (DRAFTER, 5e6), (PAPER, 4e6)):
         files = list(folder.glob("*.safetensors"))
         assert sum(file.stat().st_size for file in files) <= limit
         assert not list(folder.glob("*.bin")) + list(folder.glob("*.pt"))
@@ -173,7 +178,7 @@ def test_demo_ends_with_its_table(capsys):
 def test_examples_in_the_readme_exist():
     root = Path(__file__).parents[1]
     readme = (root / "README.md").read_text()
-    for path in ("examples/tiny/target", "examples/tiny/drafter"):
+    for path in ("examples/tiny/target", "examples/tiny/drafter", "examples/tiny/drafter-paper"):
         assert path in readme
         assert (root / path / "config.json").exists()
     assert 'revision="<commit>"' in readme  # a pinned revision: huggingface/transformers pull 23799

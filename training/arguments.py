@@ -1,6 +1,6 @@
 """The arguments of a training run, and recipes: flat YAML files of them.
 
-    hyperdflash train training/recipes/tiny_stage1.yaml learning_rate=1e-3      # key=value overrides the file
+    hyperdflash train training/recipes/tiny_headline.yaml learning_rate=1e-3      # key=value overrides the file
 
 Every key is a field of [`HyperDFlashTrainingArguments`], so all that transformers' `TrainingArguments` knows can be
 set. An unknown key stops with a suggestion.

@@ -197,7 +197,7 @@ def write_card(folder: Path, config: HyperDFlashConfig, num_parameters: int, run
         (folder / COMMAND_FILE).write_text(run.command, encoding="utf-8")
     sections = [_head(config, num_parameters), _use(config)]
     if run.is_known():
-        sections += [_data(config, run), _figures(run), _training(run)]
+        sections += [_data(config, run), _figures(config, run), _training(run)]
     else:
         sections.append(
             "## Training\n\nNothing is known about how these weights were trained: they were exported from a folder "
@@ -234,9 +234,15 @@ def _head(config: HyperDFlashConfig, num_parameters: int) -> str:
         "checks them in one forward. Greedy decoding gives the ids of plain decoding, up to floating-point ties, and "
         "sampling keeps the target's distribution.\n\n"
         f"{num_parameters:,} parameters in bf16{gate}: {config.num_hidden_layers} layers, reducer "
-        f"`{config.reducer}`, context `{config.context_source}`. Embedding and LM head are the target's and are not "
+        f"`{config.reducer}`, context `{config.context_source}`{_heads(config)}. Embedding and LM head are the target's and are not "
         "stored here. An independent implementation of HyperDFlash (arXiv 2606.26744)."
     )
+
+
+def _heads(config: HyperDFlashConfig) -> str:
+    """The heads beyond the paper."""
+    sequential = f", sequential head `{config.draft_head}` of rank {config.markov_rank}"
+    return (sequential if config.draft_head != "none" else "") + (", confidence head" if config.draft_confidence else "")
 
 
 def _use(config: HyperDFlashConfig) -> str:
@@ -302,7 +308,7 @@ def _place(place: str) -> str:
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def _figures(run: Run) -> str:
+def _figures(config: HyperDFlashConfig, run: Run) -> str:
     """Figures of the exported checkpoint, each with its meaning."""
     picture = [f"![loss, acceptance length and acceptance by slot over the run's steps]({PICTURE_FILE})"]
     if run.state is None:
@@ -316,7 +322,7 @@ def _figures(run: Run) -> str:
             "to bf16."
         ]
         parts += _meanings({**_last(log, "loss"), **evaluation}, (run.recipe or {}).get("eval_decode_prompts"))
-        parts += _slots(evaluation)
+        parts += _slots(config, evaluation)
         if not evaluation:
             parts.append("This run had evaluated nothing yet, or was not told to.")
         elif "eval_acceptance_length" not in evaluation:
@@ -339,7 +345,7 @@ def _last(log: list[dict], name: str) -> dict:
     return next(({name: entry[name]} for entry in reversed(log) if name in entry), {})
 
 
-def _slots(evaluation: dict) -> list[str]:
+def _slots(config: HyperDFlashConfig, evaluation: dict) -> list[str]:
     """The table of slots 1..K-1, when the log has them."""
     slots = sorted(int(name.rsplit("_", 1)[1]) for name in evaluation if re.fullmatch(r"eval_slot_accuracy_\d+", name))
     if not slots:
@@ -348,8 +354,10 @@ def _slots(evaluation: dict) -> list[str]:
     for title, name in (("right", "eval_slot_accuracy"), ("right, and all before it", "eval_acceptance_rate")):
         cells = [_number(evaluation[f"{name}_{k}"]) for k in slots]
         rows.append(f"| {title} | {' | '.join(cells)} |")
+    given = "" if config.draft_head == "none" else ", given the text's token before it"
     return [
-        "Share of the evaluation's anchors at which a slot's first choice is the text's token:\n\n" + "\n".join(rows)
+        f"Share of the evaluation's anchors at which a slot's first choice is the text's token{given}:\n\n"
+        + "\n".join(rows)
     ]
 
 

@@ -1,7 +1,7 @@
 """The target's features, computed once: `hyperdflash features RECIPE.yaml`, which `features: offline` trains from.
 
-    hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features             # after a kill: goes on
-    hyperdflash features training/recipes/tiny_stage1.yaml features_dir=features --verify    # reads all of it
+    hyperdflash features training/recipes/tiny_headline.yaml features_dir=features             # after a kill: goes on
+    hyperdflash features training/recipes/tiny_headline.yaml features_dir=features --verify    # reads all of it
     hyperdflash features recipe.yaml --vllm                     # vLLM runs the target: see vllm_features.py
 
 `feature_store.py` says what the folder holds. Samples share a forward with others of their shard and of similar

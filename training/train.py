@@ -1,8 +1,8 @@
 """`hyperdflash train RECIPE.yaml [key=value ...]`: a drafter from data to a Hub folder.
 
-    hyperdflash train training/recipes/tiny_stage1.yaml                          # two cores, the tiny world
-    hyperdflash train training/recipes/tiny_stage1.yaml --dry-run                # the plan, and one step
-    hyperdflash train training/recipes/tiny_stage1.yaml resume_from_checkpoint=true
+    hyperdflash train training/recipes/tiny_headline.yaml                          # two cores, the tiny world
+    hyperdflash train training/recipes/tiny_headline.yaml --dry-run                # the plan, and one step
+    hyperdflash train training/recipes/tiny_headline.yaml resume_from_checkpoint=true
     accelerate launch --num_processes 8 -m hyperdflash train training/recipes/stage1.yaml
 
 `output_dir` gets the Trainer's checkpoints, the resolved recipe, and at the end `final/`, which is ready for

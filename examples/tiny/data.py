@@ -12,7 +12,6 @@ import torch
 DOMAINS = ("code", "math", "chat")
 MAX_LENGTH = 512
 MAX_PROMPT_LENGTH = 256
-MAX_NEW_TOKENS = {"code": 192, "math": 128, "chat": 64}
 
 
 def load_documents(build: Path, split: str, domain: str, max_length: int = MAX_LENGTH) -> list[np.ndarray]:
@@ -46,19 +45,3 @@ def pad(batch: list[np.ndarray], pad_token_id: int) -> dict[str, torch.Tensor]:
     for row, ids in enumerate(batch):
         input_ids[row, : len(ids)] = labels[row, : len(ids)] = torch.from_numpy(ids)
     return {"input_ids": input_ids, "labels": labels}
-
-
-def make_prompts(build: Path, split: str, tokenizer, num_prompts: int, seed: int = 0) -> list[tuple[str, np.ndarray]]:
-    """`num_prompts` of every domain: a document up to the header of one of its answers, at most
-    `MAX_PROMPT_LENGTH` tokens."""
-    rng = np.random.default_rng(seed)
-    header_end = tokenizer.convert_tokens_to_ids("</think>")
-    prompts = []
-    for domain in DOMAINS:
-        documents = load_documents(build, split, domain)
-        for i in rng.permutation(len(documents))[:num_prompts]:
-            ends = np.flatnonzero(documents[i] == header_end)
-            prompt = documents[i][: rng.choice(ends) + 1] if len(ends) else documents[i][:0]
-            if 0 < len(prompt) <= MAX_PROMPT_LENGTH:
-                prompts.append((domain, prompt))
-    return prompts

@@ -1,6 +1,6 @@
 """The tables and pictures of docs/evidence.md and docs/heads.md, from docs/results: no figure is typed by hand.
 
-    python examples/tiny/evidence.py              # writes the tables of the documents, and learning.png
+    python examples/tiny/evidence.py              # writes the tables of the documents, and learning.png of both
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
@@ -47,11 +47,20 @@ TEXTS = {
 }
 HEADLINE = ("hyperdflash", "mtp", "dflash", "mean", "fc")  # runs less their seed
 CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
-    "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
-    "mean-42": ("mean", "#56b4e9", "s"),
-    "fc-42": ("fc", "#e69f00", "D"),
-    "dflash-42": ("vanilla DFlash", "#7f7f7f", "^"),
-    "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+    "headline": {
+        "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
+        "mean-42": ("mean", "#56b4e9", "s"),
+        "fc-42": ("fc", "#e69f00", "D"),
+        "dflash-42": ("vanilla DFlash", "#7f7f7f", "^"),
+        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+    },
+    "heads": {
+        "markov-42": ("HyperDFlash + Markov", "#009e73", "o"),
+        "mean-markov-42": ("mean + Markov", "#56b4e9", "s"),
+        "dspark-like-42": ("DSpark-like", "#cc79a7", "^"),
+        "hyperdflash-42": ("HyperDFlash", "#0072b2", "D"),
+        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+    },
 }
 
 
@@ -311,14 +320,14 @@ TABLES = {
 # ------------------------------------------------------------------------------------------------------------- picture
 
 
-def draw_learning() -> None:
+def draw_learning(group: str) -> None:
     """tau on the validation prompts against training tokens, and against training compute."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.2, 4), dpi=120, layout="constrained")
     by_tokens, by_compute = figure.subplots(1, 2, sharey=True)
     runs = read_training()
-    for name, (label, color, marker) in CURVES.items():
+    for name, (label, color, marker) in CURVES[group].items():
         run = runs[name]
         tau = [point["acceptance_length"] for point in run["curve"]]
         tokens = [point["tokens"] / 1e6 for point in run["curve"]]
@@ -330,7 +339,7 @@ def draw_learning() -> None:
     for axes in (by_tokens, by_compute):
         axes.grid(alpha=0.25)
     by_tokens.legend(frameon=False, fontsize="small")
-    figure.savefig(RESULTS / "headline" / "learning.png", metadata={"Software": None})
+    figure.savefig(RESULTS / group / "learning.png", metadata={"Software": None})
 
 
 # ------------------------------------------------------------------------------------------------------------ document
@@ -354,7 +363,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for document in (DOCS / name for name in TABLES if (DOCS / name).exists()):
+    for document in (DOCS / name for name in TABLES):
         text = document.read_text(encoding="utf-8")
         new = filled(document.name, text)
         if args.check and new != text:
@@ -362,8 +371,8 @@ def main() -> int:
             return 1
         if not args.check:
             write_atomically(document, new.encode())
-    if not args.check:
-        draw_learning()
+    for group in () if args.check else CURVES:
+        draw_learning(group)
     return 0
 
 

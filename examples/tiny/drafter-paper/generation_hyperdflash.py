@@ -1,0 +1,702 @@
+"""Assisted generation for DeepSeek-V4: the one-time set-up of the target class, and the loop that HyperDFlash brings.
+
+`target.generate(assistant_model=drafter)` works because importing this file (loading a drafter does) gives
+`DeepseekV4ForCausalLM` three things, once per process (`set_up_deepseek_v4`): it is no longer refused as stateful, the
+caches of assisted calls get rewindable layers, and `_assisted_decoding` hands over to an assistant that brings its own
+loop. Everything else lasts one call. Plain `generate` is untouched.
+
+The loop is the library's with three differences: it taps the target's residual, it trims ids, scores, cache and stream
+at the first token that stops, and it does less work a round. Logits processors that look at the prefix are called once
+for every token, with the true prefix, as in plain decoding, so processors that keep state work too.
+
+Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
+"""
+
+import functools
+import inspect
+import threading
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import (
+    EosTokenCriteria,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    GenerateDecoderOnlyOutput,
+    GenerationMixin,
+    LogitNormalization,
+    MaxLengthCriteria,
+    MinPLogitsWarper,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+from .cache_hyperdflash import make_rewindable
+from .configuration_hyperdflash import UNTESTED_TRANSFORMERS
+from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
+
+logger = logging.get_logger(__name__)
+
+# Processors that treat every row of scores alike, whatever the prefix: they may see all rows of a block at once.
+ROWWISE_PROCESSORS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitNormalization,
+)
+
+_COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
+
+# What the set-up replaces and what it expects of it: a moved seam is reported by name instead of failing deep inside.
+_SEAMS = {
+    "_assisted_decoding": {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    },
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+    "_prepare_cache_for_generation": {"generation_config", "model_kwargs", "generation_mode"},
+    "_prefill": {"input_ids", "generation_config", "model_kwargs"},
+    "prepare_inputs_for_generation": {"input_ids", "next_sequence_length"},
+    "_optimize_model_for_decode": set(),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------- set-up
+
+
+def set_up_deepseek_v4() -> None:
+    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, nor from another copy.
+
+    Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
+    """
+    if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
+        return
+    for name, expected in _SEAMS.items():
+        method = getattr(GenerationMixin, name, None)
+        missing = expected - set(inspect.signature(method).parameters) if method else expected
+        if missing:
+            what = f"GenerationMixin.{name}({', '.join(sorted(expected))})"
+            raise ImportError(UNTESTED_TRANSFORMERS.format(what=what, version=transformers.__version__))
+    _assisted_decoding.asks_the_assistant = True
+    for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
+        name = method.__name__  # the library's signature stays visible: `generate` reads it
+        setattr(DeepseekV4ForCausalLM, name, functools.wraps(getattr(GenerationMixin, name))(method))
+    DeepseekV4ForCausalLM._is_stateful = False
+
+
+def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+    if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
+        return loop(self, input_ids, *args, **kwargs)
+    if (cache := kwargs.get("cache")) is not None and cache.get_seq_length():
+        raise ValueError(
+            f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
+            "feed them again. Pass no cache, or use a HyperDFlash drafter"
+        )
+    try:
+        return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    finally:
+        _stop_recording(cache)
+
+
+def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
+        validate(self, generation_mode, generation_config)
+    GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+    GenerationMixin._prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )
+    assisted = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+    if assisted and model_kwargs.get("cache") is not None:
+        make_rewindable(model_kwargs["cache"], self.config)
+
+
+def _stop_recording(cache: Cache | None) -> None:
+    for layer in cache.layers if cache is not None else ():
+        if hasattr(layer, "deactivate_past_recording"):
+            layer.deactivate_past_recording()
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass
+class SpeculativeStats:
+    """What happened in each round of one or more `generate` calls.
+
+    A round proposed at least one draft; drafts accepted are counted before an end-of-text token trims them. (Where a
+    logits processor looks at the prefix, nothing behind the end is judged, and so nothing there counts.)
+
+    Attributes:
+        num_drafts (`list[int]`): drafts proposed, by round.
+        num_accepted (`list[int]`): drafts accepted, by round.
+    """
+
+    num_drafts: list[int] = field(default_factory=list)
+    num_accepted: list[int] = field(default_factory=list)
+
+    @property
+    def accepted_drafts(self) -> float:
+        """Mean number of accepted drafts a round."""
+        return sum(self.num_accepted) / len(self.num_accepted) if self.num_accepted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """tau: 1 + accepted drafts a round (the target's own token counts, as in vLLM's mean acceptance length)."""
+        return 1 + self.accepted_drafts
+
+    @property
+    def per_position_acceptance_rates(self) -> list[float]:
+        """Share of all rounds whose draft at position 1, 2, ... was accepted."""
+        rounds = max(len(self.num_accepted), 1)
+        return [sum(a >= k for a in self.num_accepted) / rounds for k in range(1, self._longest + 1)]
+
+    @property
+    def conditional_acceptance_rates(self) -> list[float]:
+        """Share of the rounds that proposed position k and accepted all before it, in which k was accepted too."""
+        rates = []
+        for k in range(1, self._longest + 1):
+            reached = [a for n, a in zip(self.num_drafts, self.num_accepted, strict=True) if n >= k and a >= k - 1]
+            rates.append(sum(a >= k for a in reached) / len(reached) if reached else 0.0)
+        return rates
+
+    @property
+    def _longest(self) -> int:
+        return max(self.num_drafts, default=0)
+
+    def extend(self, other: "SpeculativeStats") -> None:
+        """Pool the rounds of another call."""
+        self.num_drafts += other.num_drafts
+        self.num_accepted += other.num_accepted
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures under this project's names, and the counters under vLLM's `spec_decode_*` names."""
+        return {
+            "acceptance_length": self.acceptance_length,
+            "accepted_drafts": self.accepted_drafts,
+            "per_position_acceptance_rates": self.per_position_acceptance_rates,
+            "conditional_acceptance_rates": self.conditional_acceptance_rates,
+            "spec_decode_num_drafts": len(self.num_drafts),
+            "spec_decode_num_draft_tokens": sum(self.num_drafts),
+            "spec_decode_num_accepted_tokens": sum(self.num_accepted),
+            "spec_decode_num_accepted_tokens_per_pos": [
+                sum(a >= k for a in self.num_accepted) for k in range(1, self._longest + 1)
+            ],
+        }
+
+
+@dataclass
+class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
+    """`generate`'s output with `return_dict_in_generate=True`, and the rounds in `speculation`."""
+
+    speculation: SpeculativeStats | None = None
+
+
+# ------------------------------------------------------------------------------------------------------ residual tap
+
+
+class ResidualTap:
+    """Collects what a drafter reads from the target's forwards, for one call.
+
+    `pre_hc_head`: the input of hc_head, `(B, T, m, D)`. `hidden_layers`: outputs of the tapped layers, concatenated on
+    the last axis. Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
+    """
+
+    def __init__(self, target: DeepseekV4ForCausalLM, config):
+        self.target, self.config = target, config
+        self._outputs: list[list[torch.Tensor]] = []
+        self._handles = []
+
+    def __enter__(self):
+        thread = threading.get_ident()
+        model = self.target.model
+
+        def keep(slot, tensor):
+            if threading.get_ident() == thread:
+                self._outputs[slot].append(tensor)
+
+        if self.config.context_source == "pre_hc_head":
+            self._outputs = [[]]
+            self._handles = [model.hc_head.register_forward_pre_hook(lambda module, args: keep(0, args[0]))]
+        else:
+            self._outputs = [[] for _ in self.config.target_layer_ids]
+            self._handles = [
+                model.layers[i].register_forward_hook(lambda module, args, output, slot=slot: keep(slot, output))
+                for slot, i in enumerate(self.config.target_layer_ids)
+            ]
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> torch.Tensor:
+        """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
+        layers = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in self._outputs]
+        self.clear()
+        # A target spread over several devices leaves its layers' outputs where they were computed
+        return torch.cat([x.to(layers[-1].device) for x in layers], dim=-1) if len(layers) > 1 else layers[0]
+
+    def clear(self) -> None:
+        """Forget what was collected, as after forwards that are not the loop's (a processor that runs the target)."""
+        self._outputs = [[] for _ in self._outputs]
+
+
+# ------------------------------------------------------------------------------------------------------ the assistant
+
+
+class HyperDFlashAssistant:
+    """What makes the drafter an assistant: checks before a call, and the decoding loop.
+
+    A model class with `config`, `device`, `dtype` and a `forward` in transformers' DFlash protocol mixes this in.
+    A drafter of another kind overrides `max_drafts`, `validate_call` and `propose`; what it reads of the target is the
+    residual, unless its config has another `context_source`.
+    """
+
+    _targets_compared = weakref.WeakKeyDictionary()  # drafter -> targets whose fingerprint was compared
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts of a round, at most."""
+        return self.config.block_size - 1
+
+    def validate_call(self, target, generation_mode, generation_config) -> None:
+        """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
+        check_call(generation_mode, generation_config)
+        check_pair(self, target)
+        warn_of_cap(self.max_drafts, generation_config.num_assistant_tokens)
+        seen = HyperDFlashAssistant._targets_compared.setdefault(self, weakref.WeakSet())
+        if target not in seen:
+            lines = compare_fingerprint(self.config.target_fingerprint, target)
+            seen.add(target)
+            for line in lines:
+                logger.warning(
+                    f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. "
+                    "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one "
+                    "for it"
+                )
+
+    def new_noise_ids(self, device) -> torch.LongTensor:
+        """What a round starts from, `(1, K)`: room for the anchor, then mask tokens."""
+        return torch.full((1, self.config.block_size), self.config.mask_token_id, device=device)
+
+    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose) -> None:
+        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until up to `num_drafts` are chosen.
+
+        Args:
+            context, noise_ids, position, num_drafts, target, cache: as in `draft`.
+            ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
+            do_sample (`bool`): whether drafts are sampled, or the most likely ones.
+            choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
+
+        How many are proposed may depend on anything but the drafts themselves, which would change what sampling draws.
+        """
+        if self.markov_head is None and self.confidence_head is None:
+            choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+            return
+        hidden, confidence = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
+        if confidence is not None:
+            rates = confidence[:, int(do_sample)].float().sigmoid().tolist()
+            hidden = hidden[: num_worth_verifying(rates, self.config.verify_cost)]
+        logits = head_logits(target, hidden)
+        if self.markov_head is None:
+            choose(logits)
+            return
+        hidden = hidden.to(self.norm.weight)
+        previous = noise_ids[0, :1].to(hidden.device)
+        for slot in range(len(hidden)):
+            bias, _ = self.markov_head(previous, hidden[slot : slot + 1])
+            previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
+
+    def draft(self, context, noise_ids, position, num_drafts, target, cache):
+        """Draft logits of one block, without those of a sequential head.
+
+        Returns `(num_drafts, V)` in fp32, on the head's device; arguments as in `draft_hidden`.
+        """
+        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)[0])
+
+    def draft_hidden(self, context, noise_ids, position, num_drafts, target, cache):
+        """The drafter's output for the slots of one block, before any token is chosen.
+
+        Args:
+            context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
+                those just before the anchor.
+            noise_ids (`torch.LongTensor` of shape `(1, K)`): the last accepted token (the anchor), then mask tokens.
+            position (`int`): the anchor's position.
+
+        Returns:
+            The states of the slots `(num_drafts, D)`, in the dtype of the target's embedding, and the logits of the
+            confidence head `(num_drafts, 2)`, if there is one.
+        """
+        # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
+        weight = self.norm.weight
+        embeds = target.model.embed_tokens(noise_ids)
+        noise_dtype, noise_embeds = embeds.dtype, embeds.to(weight)  # a quantised head's own dtype would not do
+        start, stop = position - context.shape[1], position + noise_ids.shape[1]
+        output = self(
+            noise_embeds=noise_embeds,
+            context_hidden_states=context.to(weight.device),
+            position_ids=torch.arange(start, stop, device=weight.device)[None],
+            cache=cache,
+        )
+        slots = slice(1, 1 + num_drafts)
+        confidence = output.confidence_logits
+        return output.last_hidden_state[0, slots].to(noise_dtype), None if confidence is None else confidence[0, slots]
+
+    def assisted_decoding_loop(
+        self,
+        target: DeepseekV4ForCausalLM,
+        input_ids: torch.LongTensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus: bool = False,
+        streamer=None,
+        inputs_tensor=None,
+        tokenizer=None,
+        assistant_tokenizer=None,
+        **model_kwargs,
+    ):
+        """Decode as `GenerationMixin._assisted_decoding` does (arguments and return value are its own).
+
+        Raises `ValueError` for a batch, embeddings instead of ids, no cache, or a cache longer than the prompt.
+        """
+        cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
+        loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        with ResidualTap(target, self.config) as tap:
+            try:
+                return loop.run(tap, cache, model_kwargs)
+            finally:
+                _stop_recording(cache)
+
+
+def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
+    """fp32 logits of states from a drafter's device; an offloaded (meta) head moves its input itself."""
+    head = target.lm_head
+    return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
+
+
+def num_worth_verifying(rates: list[float], cost: float) -> int:
+    """Leading drafts, at least one, of which each raises the expected tokens a second.
+
+    Args:
+        rates: of each draft, the probability that it is accepted if all before it are.
+        cost: time of one more verified token, where a round without any takes 1.
+    """
+    tokens, seconds, reached = 1.0, 1.0, 1.0
+    for number, rate in enumerate(rates):
+        reached *= rate
+        if reached * seconds < cost * tokens and number:
+            return number
+        tokens, seconds = tokens + reached, seconds + cost
+    return len(rates)
+
+
+def warn_of_cap(max_drafts: int, asked: int) -> None:
+    """Say that more drafts a round were asked for than there are."""
+    if max_drafts < asked != 20:  # 20 is the library's default for every assistant
+        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter has no more a round")
+
+
+class _Loop:
+    """State of one assisted call."""
+
+    def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+        self.drafter, self.target, self.config = drafter, target, generation_config
+        embedding = target.model.embed_tokens.weight
+        self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
+        self.noise_ids = drafter.new_noise_ids(self.device)
+        self.streamer = streamer
+        self.processors = logits_processor
+        self.rowwise = type(logits_processor)(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
+        self.sees_prefix = len(self.rowwise) < len(logits_processor)
+        self.do_sample = generation_config.do_sample
+        self.stats = SpeculativeStats()
+
+        # Length and end-of-text are decided here for a whole block; other criteria see every token, in order.
+        self.max_length = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
+        eos = [c.eos_token_id.tolist() for c in stopping_criteria if type(c) is EosTokenCriteria]
+        self.eos_ids = {token for tokens in eos for token in tokens}
+        self.criteria = StoppingCriteriaList(
+            c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
+        )
+        self.num_tokens = input_ids.shape[1]
+        length = max(self.max_length, self.num_tokens + 1)
+        self.buffer = torch.zeros((1, length), dtype=torch.long, device=input_ids.device)
+        self.buffer[:, : self.num_tokens] = input_ids
+
+        wanted = generation_config if generation_config.return_dict_in_generate else None
+        self.scores = () if wanted and wanted.output_scores else None
+        self.logits = () if wanted and wanted.output_logits else None
+        self.attentions = () if wanted and wanted.output_attentions else None
+        self.hidden_states = () if wanted and wanted.output_hidden_states else None
+
+    @property
+    def ids(self) -> torch.LongTensor:
+        return self.buffer[:, : self.num_tokens]
+
+    def run(self, tap: ResidualTap, cache: Cache, model_kwargs: dict):
+        drafter, target = self.drafter, self.target
+        most = min(drafter.max_drafts, self.config.num_assistant_tokens)
+        prompt_positions, prompt_mask = model_kwargs["position_ids"][0], model_kwargs.get("attention_mask")
+
+        outputs = target._prefill(self.ids, self.config, model_kwargs)
+        cache.activate_past_recording()
+        context = _prompt_context(tap.take(), prompt_mask, drafter.config)
+        position = int(prompt_positions[-1])  # of the last token that the target has seen
+        self.position_ids = torch.arange(position + self.max_length + 2, device=self.device)[None]
+        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries.
+        # Where positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
+        if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in target.config.layer_types):
+            most = 0
+            logger.warning_once(
+                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed "
+                "attention then depends on the tokens in a forward, so nothing is drafted. "
+                "Pass the prompt without padding"
+            )
+        finished, num_new = self.accept(outputs, None, None, first=True)
+
+        step_inputs = target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
+        draft_cache = DynamicCache(config=drafter.config)
+        with target._optimize_model_for_decode():
+            while not finished:
+                position += num_new
+                num_drafts = min(most, self.max_length - self.num_tokens - 1)
+                self.num_drafts, self.draft_probs = 0, []
+                if num_drafts > 0:
+                    self.noise_ids[0, 0] = self.last_id
+                    drafter.propose(
+                        context,
+                        self.ids,
+                        self.noise_ids,
+                        position,
+                        num_drafts,
+                        target,
+                        draft_cache,
+                        self.do_sample,
+                        self.choose_drafts,
+                    )
+                num_drafts = self.num_drafts
+                drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
+                draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
+                verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
+                inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
+                start = self.num_tokens
+                tap.clear()
+                try:
+                    outputs = target(**inputs)
+                    context = tap.take()
+                    finished, num_new = self.accept(outputs, drafts, draft_probs)
+                except BaseException:  # the cache keeps verified positions only, whichever layers the forward reached
+                    for layer in cache.layers:
+                        layer.crop(min(self.num_tokens - start - layer.num_recorded, 0))
+                    raise
+                cache.crop(num_new - verified.shape[1])
+                context = context[:, :num_new]
+        if self.streamer is not None:
+            self.streamer.end()
+        return self.result(cache)
+
+    def choose_drafts(self, logits: torch.Tensor) -> torch.LongTensor:
+        """The next drafts `(n,)` from their logits `(n, V)`, written behind the tokens and the drafts so far; when
+        sampling, their distributions are kept."""
+        logits = logits.to(self.buffer.device)
+        drafts = self.buffer[0].narrow(0, self.num_tokens + self.num_drafts, logits.shape[0])
+        self.num_drafts += logits.shape[0]
+        if not self.do_sample:
+            return torch.argmax(logits, dim=-1, out=drafts)
+        probs = self.rowwise(self.ids, logits).softmax(-1)
+        self.draft_probs.append(probs)
+        return drafts.copy_(torch.multinomial(probs, 1)[:, 0])
+
+    def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
+        """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
+        length = verified.shape[1]
+        inputs = {
+            **step_inputs,
+            "input_ids": verified.to(self.device),
+            "position_ids": self.position_ids.narrow(1, position, length),
+            "logits_to_keep": length,
+            "return_dict": True,
+        }
+        if mask is not None:  # left padding of the prompt
+            inputs["attention_mask"] = torch.nn.functional.pad(
+                mask, (0, cache.get_seq_length() + length - mask.shape[1]), value=1
+            )
+        return inputs
+
+    def accept(self, outputs, drafts, draft_probs, first: bool = False) -> tuple[bool, int]:
+        """Judge the drafts, append what the target keeps, and stop at the first token that stops.
+
+        Returns whether generation is over, and the number of tokens appended.
+        """
+        draft_ids = drafts.tolist() if drafts is not None else []
+        raw = outputs.logits[0, -len(draft_ids) - 1 :].to(self.buffer.device, torch.float32)
+        start = self.num_tokens
+        if self.sees_prefix:
+            scores = []
+            judged = self.judge_one_by_one(raw, draft_ids, draft_probs, scores)
+        else:
+            scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
+            judged = self.judge(scores, draft_ids, draft_probs)
+        new_ids, finished = [], False
+        for i, token in enumerate(judged):
+            new_ids.append(token)
+            if finished:  # drafts accepted behind the stop count, but are not kept
+                continue
+            if i >= len(draft_ids) or token != draft_ids[i]:  # an accepted draft is there already
+                self.buffer[0, self.num_tokens] = token
+            self.num_tokens += 1
+            self.last_id = token
+            if self.scores is not None:
+                self.scores += (scores[i][None].clone(),)
+            if self.logits is not None:
+                self.logits += (raw[i][None].clone(),)
+            finished = token in self.eos_ids or self.num_tokens >= self.max_length
+            if self.criteria:
+                finished |= bool(self.criteria(self.ids, self.scores).all())
+            if finished and self.sees_prefix:  # a processor must not see what lies behind the stop
+                break
+        num_new = self.num_tokens - start
+        num_accepted = num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
+        if draft_ids:
+            self.stats.num_drafts.append(len(draft_ids))
+            self.stats.num_accepted.append(num_accepted)
+        self.keep_states(outputs, num_new, first)
+        self.stream(start, draft_ids, num_accepted)
+        return finished, num_new
+
+    def judge(self, scores: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None) -> list[int]:
+        """Accepted drafts and the target's own next token, from the processed scores `(n + 1, V)` of all rows."""
+        if not self.do_sample:
+            chosen = scores.argmax(-1).tolist()
+            return chosen[: num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)]) + 1]
+        probs = scores.softmax(-1)
+        num_drafts = len(draft_ids)
+        num_accepted = 0
+        if num_drafts:
+            ratio = probs[range(num_drafts), draft_ids] / draft_probs[range(num_drafts), draft_ids]
+            num_accepted = num_leading((torch.rand_like(ratio) < ratio).tolist())
+        rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
+        return [*draft_ids[:num_accepted], _sample_own(probs[num_accepted], rejected)]
+
+    def judge_one_by_one(self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None, rows: list):
+        """As `judge`, for processors that look at the prefix: yields a token, whose scores `(V,)` go to `rows`, and
+        goes on when the caller has appended the token, so that a processor sees true prefixes only, each once."""
+        for i, row in enumerate(raw):
+            scores = self.processors(self.ids, row[None].clone())[0]
+            rows.append(scores)
+            draft = draft_ids[i] if i < len(draft_ids) else None
+            if not self.do_sample:
+                token = int(scores.argmax())
+            else:
+                probs = scores.softmax(-1)
+                if draft is not None and torch.rand(()) < float(probs[draft] / draft_probs[i, draft]):
+                    token = draft
+                else:
+                    token = _sample_own(probs, draft_probs[i] if draft is not None else None)
+            yield token
+            if token != draft:
+                return
+
+    def keep_states(self, outputs, num_new: int, first: bool) -> None:
+        """Hidden states and attentions that the user asked for, one entry a token, as from plain `generate`."""
+        rows = range(num_new)
+        if self.hidden_states is not None:
+            self.hidden_states += (
+                (outputs.hidden_states,)
+                if first
+                else tuple(tuple(layer[:, i : i + 1] for layer in outputs.hidden_states) for i in rows)
+            )
+        if self.attentions is not None:
+            self.attentions += (
+                (outputs.attentions,)
+                if first
+                else tuple(_row_attentions(outputs, self.target.config, i) for i in rows)
+            )
+
+    def stream(self, start: int, draft_ids: list[int], num_accepted: int) -> None:
+        """Hand the new tokens to the streamer, or the whole round to one with a `put_round` method."""
+        if self.streamer is None:
+            return
+        new_ids = self.buffer[:, start : self.num_tokens].cpu()
+        if (put_round := getattr(self.streamer, "put_round", None)) is not None:
+            put_round(new_ids[0].tolist(), draft_ids, num_accepted)
+        else:
+            self.streamer.put(new_ids)
+
+    def result(self, cache: Cache):
+        ids = self.ids.clone()
+        if not self.config.return_dict_in_generate:
+            return ids
+        return HyperDFlashGenerateOutput(
+            sequences=ids,
+            scores=self.scores,
+            logits=self.logits,
+            attentions=self.attentions,
+            hidden_states=self.hidden_states,
+            cache=cache,
+            speculation=self.stats,
+        )
+
+
+def num_leading(flags: list[bool]) -> int:
+    """How many are true before the first that is not."""
+    return flags.index(False) if False in flags else len(flags)
+
+
+def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> int:
+    """The target's own token from `probs` `(V,)`; after a rejection from the normalised rest `max(p - q, 0)`."""
+    if rejected is not None:
+        rest = (probs - rejected).clamp(min=0)
+        probs = rest if rest.sum() > 0 else probs
+    return int(torch.multinomial(probs, 1))
+
+
+def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
+    """Attentions `(1, heads, 1, keys)` of one row of a block, of its window and the entries closed by then: these are
+    the keys that a step of its own would have."""
+    end = outputs.cache.get_seq_length()
+    attentions = ()
+    for weights, layer_type in zip(outputs.attentions, config.layer_types, strict=True):
+        rate = config.compress_rates.get(layer_type, end + 1)  # sliding layers have no entries
+        num_later = weights.shape[2] - row - 1
+        num_keys = weights.shape[-1] - end // rate
+        window = slice(max(num_keys - num_later - config.sliding_window, 0), num_keys - num_later)
+        entries = slice(num_keys, num_keys + (end - num_later) // rate)
+        weights = weights[:, :, row : row + 1]
+        attentions += (torch.cat([weights[..., window], weights[..., entries]], dim=-1),)
+    return attentions
+
+
+def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
+    """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches: an MTP module's
+    first query is the last of them."""
+    if mask is not None:
+        residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
+    if "full_attention" not in config.layer_types:
+        first = max(residual.shape[1] - config.sliding_window, 0)
+        residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
+    return residual
+
+
+set_up_deepseek_v4()
