@@ -1,6 +1,6 @@
-"""The tables and pictures of docs/evidence.md and docs/heads.md, from docs/results: no figure is typed by hand.
+"""The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: no figure is typed by hand.
 
-    python examples/tiny/evidence.py              # writes the tables of the documents, and learning.png of both
+    python examples/tiny/evidence.py              # writes the tables of the documents, and the learning.png
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
@@ -18,8 +18,7 @@ from hyperdflash.generation.report import spread, table
 from hyperdflash.training.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
-RESULTS = DOCS / "results"
+RESULTS = ROOT / "docs" / "results"
 # Beginning of a line in the results -> what the tables call it
 METHODS = {
     "prompt-lookup:6": "prompt lookup (6)",
@@ -290,8 +289,29 @@ def selector() -> str:
     return table(["drafts", "tau", ""], lines)
 
 
+SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
+    "`drafter`": ("hyperdflash+markov+confidence:6", "markov-42/final"),
+    "`drafter-paper`": ("hyperdflash:6", "hyperdflash-42/final"),
+    "`target`'s own MTP module": ("mtp:6", None),
+}
+
+
+def tiny_pair() -> str:
+    """tau and speed-up of what is shipped."""
+    rows = read_rows("heads")
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    lines = []
+    for temperature in (0, 1):
+        for label, (method, checkpoint) in SHIPPED.items():
+            own = [row for row in rows_of(rows, method, temperature) if row["checkpoint"] == checkpoint]
+            tau, speedup = ([row[name] for row in own] for name in ("acceptance_length", "speedup"))
+            cells = (f"{t:.2f}, {s:.2f}x" for t, s in zip([*tau, fmean(tau)], [*speedup, fmean(speedup)], strict=True))
+            lines.append([label, str(temperature), *cells])
+    return table(["tau, speed-up", "temperature", *sets, "mean"], lines)
+
+
 TABLES = {
-    "evidence.md": {
+    "docs/evidence.md": {
         "headline, temperature 0": lambda: speed_and_tau("headline", METHODS, 0),
         "headline, temperature 1": lambda: speed_and_tau("headline", METHODS, 1),
         "claims": claims,
@@ -305,7 +325,7 @@ TABLES = {
         "reducers": reducers,
         "paths": paths,
     },
-    "heads.md": {
+    "docs/heads.md": {
         "heads, temperature 0": lambda: speed_and_tau("heads", HEADS, 0),
         "heads, temperature 1": lambda: speed_and_tau("heads", HEADS, 1),
         "claims": heads_claims,
@@ -314,6 +334,7 @@ TABLES = {
         "calibration": calibration,
         "selector": selector,
     },
+    "README.md": {"the tiny pair": tiny_pair},
 }
 
 
@@ -363,9 +384,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    for document in (DOCS / name for name in TABLES):
+    for name in TABLES:
+        document = ROOT / name
         text = document.read_text(encoding="utf-8")
-        new = filled(document.name, text)
+        new = filled(name, text)
         if args.check and new != text:
             print(f"{document} differs from docs/results: run examples/tiny/evidence.py", file=sys.stderr)
             return 1
