@@ -1,6 +1,6 @@
 """`hyperdflash benchmark`: acceptance length and speed-up of several methods on the same prompts.
 
-    hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter prompt-lookup:6 \\
+    hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter-paper \\
         --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
 
 Every method answers a prompt before the next prompt comes, in an order that is shuffled for each, so that a machine
