@@ -125,6 +125,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(RUNS)/mean-markov-42/final \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
+	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
 	$(BIN)/python $(TINY)/evidence.py

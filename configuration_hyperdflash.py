@@ -103,7 +103,7 @@ class HyperDFlashConfig(PreTrainedConfig):
     markov_rank: int = 256
     markov_gate: bool = False
     draft_confidence: bool = False
-    verify_cost: float = 0.03
+    verify_cost: float | int = 0.03
 
     target_name_or_path: str | None = None
     target_revision: str | None = None
@@ -127,9 +127,12 @@ class HyperDFlashConfig(PreTrainedConfig):
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows"
             )
+
+    def validate_heads(self):
+        """Rank and cost are possible ones."""
         if self.markov_rank < 1:
             raise ValueError(f"markov_rank is at least 1; got {self.markov_rank}")
-        if self.verify_cost < 0:
+        if not 0 <= self.verify_cost < float("inf"):
             raise ValueError(f"verify_cost is a share of a round's time, at least 0; got {self.verify_cost}")
 
     def validate_context(self):

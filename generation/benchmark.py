@@ -293,7 +293,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         required=True,
         metavar="METHOD",
         help="name:N[=CHECKPOINT[,CHECKPOINT...]], N drafts a round: target-only (always measured), prompt-lookup:N, "
-        "mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, fc:N=. Checkpoints "
+        "mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, fc:N=, and with "
+        "heads hyperdflash+markov:N=, hyperdflash+markov+confidence:N=, mean+markov:N=, dspark-like:N=. Checkpoints "
         "are folders or Hub ids (id@revision); several are one method trained with several seeds",
     )
     parser.add_argument(

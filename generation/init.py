@@ -461,7 +461,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
     )
     parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
+    parser.add_argument("--markov-gate", action="store_true", help="the slot's hidden state weighs the bias's parts")
     parser.add_argument("--draft-confidence", action="store_true", help="draft only what is worth verifying")
+    parser.add_argument(
+        "--verify-cost", type=float, default=0.03, help="of one more draft, as a share of a round without drafts"
+    )
     for name in _SIZE_OPTIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
@@ -484,7 +488,7 @@ _SIZE_OPTIONS = (
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `init_drafter` raises."""
     names = ("revision", "block_size", "mask_token_id", "context_source", "reducer", "target_layer_ids", "seed")
-    names += ("draft_head", "draft_confidence", *_SIZE_OPTIONS)
+    names += ("draft_head", "markov_gate", "draft_confidence", "verify_cost", *_SIZE_OPTIONS)
     output = init_drafter(args.target, args.output, **{name: getattr(args, name) for name in names})
     config = json.loads((output / "config.json").read_text())
     print(

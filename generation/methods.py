@@ -4,6 +4,8 @@
     prompt-lookup:6                      transformers' own, drafting from the prompt
     mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native module, the target's own or another one
     hyperdflash:6=A,B,C  dflash:6=D      a drafter; A, B and C are the same method trained with several seeds
+    hyperdflash+markov:6=A               one with heads: also mean+markov, dspark-like (tapped layers)
+    hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above leaves out
 
 N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revision` pins one.
 """

@@ -157,7 +157,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
                 embeds.to(weight), residual, input_ids=next_ids, position_ids=positions, cache=cache
             )
             verified = verified or [dict(vars(layer)) for layer in cache.layers]
-            draft = choose(head_logits(target, hidden[:, -1].to(embeds.dtype)))
+            draft = choose(head_logits(target, hidden[:, -1]))
             next_ids, residual = draft[None].to(noise_ids.device), residual[:, -1:]
             positions = torch.full_like(positions[:, -1:], position + step)
         for layer, state in zip(cache.layers, verified, strict=True):

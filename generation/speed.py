@@ -1,6 +1,6 @@
 """Where the time of a round goes, on the tiny pair: `make bench`, or `python -m hyperdflash.generation.speed`.
 
-Everything is measured in one run, plain and drafted decoding interleaved, one thread; read the ratios, not the times.
+Everything is measured in one run, plain and drafted decoding interleaved; read the ratios, not the times.
 Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
 (c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which the drafter's
 `verify_cost` should say; (f) the share of its sequential head, if it has one.
@@ -21,7 +21,7 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from .clock import Clock, timed_call
 from .demo import PROMPTS, TINY
 from .demo import generate as generate_demo
-from .generate import load_drafter, load_target
+from .generate import DTYPES, load_drafter, load_target
 
 NEW_TOKENS = 96
 
@@ -56,10 +56,8 @@ def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
     print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
 
 
-def drafter_time(target, drafter) -> None:
+def drafter_time(target, narrow) -> None:
     """(b): seconds of a draft in the first and last quarter of a long run, and at contexts of 256 and 1,500 tokens."""
-    narrow = HyperDFlashModel(type(drafter.config)(**{**drafter.config.to_dict(), "sliding_window": 128})).eval()
-    narrow.load_state_dict(drafter.state_dict())
     clock = Clock(target, narrow)
     by_context = {256: [], 1500: []}
     growth = []
@@ -68,7 +66,7 @@ def drafter_time(target, drafter) -> None:
         for _ in range(3):
             for length, times in by_context.items():
                 clock.reset()
-                prompt = torch.randint(8, target.config.vocab_size, (1, length), generator=generator)
+                prompt = random_ids(target, length, generator)
                 target.generate(prompt, assistant_model=narrow, do_sample=False, max_new_tokens=200, eos_token_id=None)
                 drafts = clock.draft_by_round[1:]
                 times.append(statistics.median(drafts))
@@ -84,11 +82,11 @@ def cache_bytes(target) -> None:
     """(d): bytes of the cache after rounds that append nothing: they depend on the length alone."""
     cache = make_rewindable(DynamicCache(config=target.config), target.config)
     generator = torch.Generator().manual_seed(0)
-    target(torch.randint(8, 4000, (1, 300), generator=generator), cache=cache, use_cache=True)
+    target(random_ids(target, 300, generator), cache=cache, use_cache=True)
     cache.activate_past_recording()
     sizes = []
     for _ in range(40):
-        target(torch.randint(8, 4000, (1, 7), generator=generator), cache=cache, use_cache=True)
+        target(random_ids(target, 7, generator), cache=cache, use_cache=True)
         cache.crop(-6)
         entries = sum(nbytes(getattr(layer, "compressed_kv", None)) for layer in cache.layers)
         records = sum(nbytes([getattr(layer, n, None) for n in ("_rows", "_slices")]) for layer in cache.layers)
@@ -133,6 +131,10 @@ def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int)
     return figures["step_seconds"] / figures["num_steps"]
 
 
+def random_ids(target, length: int, generator: torch.Generator) -> torch.LongTensor:
+    return torch.randint(8, target.config.vocab_size, (1, length), generator=generator).to(target.device)
+
+
 def nbytes(value) -> int:
     """Bytes of the storages that a value reaches, each once."""
     storages = {}
@@ -161,19 +163,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default=str(TINY / "target"))
     parser.add_argument("--drafter", default=str(TINY / "drafter"))
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads on the CPU")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     logging.disable_progress_bar()
-    target, tokenizer = load_target(args.target, None, "float32")
-    drafter = load_drafter(args.drafter, None, "float32", target)
+    target, tokenizer = load_target(args.target, None, args.dtype, device_map=args.device_map)
+    drafter = load_drafter(args.drafter, None, args.dtype, target)
+    narrow = HyperDFlashModel.from_pretrained(args.drafter, dtype=drafter.dtype, sliding_window=128).eval()
     generate_demo(target, tokenizer, "warm-up", 16, drafter)
     generate_demo(target, tokenizer, "warm-up", 16, None)
     outside_forwards(target, tokenizer, drafter, args.repeats)
-    drafter_time(target, drafter)
+    drafter_time(target, narrow.to(target.device))
     cache_bytes(target)
     drafter.confidence_head = None  # all drafts of every round
-    verify_cost(target, tokenizer, drafter, args.repeats)
+    if drafter.max_drafts > 1:
+        verify_cost(target, tokenizer, drafter, args.repeats)
     if drafter.markov_head is not None:
         head_share(target, tokenizer, drafter, args.repeats)
     return 0

@@ -459,6 +459,7 @@ WRONG_STATES = {
         s.target.model.hc_head(s.residual).detach().unsqueeze(2).expand_as(s.residual)
     ),
     "the average of the paths": lambda s: s.residual.mean(2, keepdim=True).expand_as(s.residual),
+    "paths in reverse order": lambda s: s.residual.flip(2),
     "paths and channels interleaved": lambda s: s.residual.transpose(2, 3).reshape(s.residual.shape),
     "one layer early, of layer 1": lambda s: s.states[1],
     "the state of the position before": lambda s: shift(s.residual, 1),

@@ -88,6 +88,7 @@ def test_the_changed_fields_are_all_fields():
         ({"draft_head": "rnn"}, "draft_head is one of .*'rnn'"),
         ({"markov_rank": 0}, "markov_rank.*0"),
         ({"verify_cost": -0.1}, "verify_cost.*-0.1"),
+        ({"verify_cost": float("nan")}, "verify_cost.*nan"),
         ({"mask_token_id": 129280}, "mask_token_id 129280.*129280"),
         ({"mask_token_id": -1}, "mask_token_id -1"),
         ({"context_source": "hidden_layers", "reducer": "fc", "target_layer_ids": [43]}, r"\[43\].*0\.\.42"),

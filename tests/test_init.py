@@ -482,10 +482,13 @@ def test_heads_beyond_the_paper_can_be_asked_for(mixed, tmp_path):
     config = make(mixed, tmp_path / "d", **options).config
     assert {name: getattr(config, name) for name in options} == options
     flags = ["--mask-token-id", "63", "--draft-head", "markov", "--markov-rank", "8", "--draft-confidence"]
+    flags += ["--markov-gate", "--verify-cost", "0"]
     assert cli.main(["init", str(mixed), str(tmp_path / "e"), *flags]) == 0
     drafter = HyperDFlashModel.from_pretrained(tmp_path / "e")
     assert drafter.markov_head.markov_w1.shape == (drafter.config.vocab_size, 8)
+    assert drafter.markov_head.gate is not None
     assert drafter.confidence_head is not None
+    assert drafter.config.verify_cost == 0
 
 
 def test_tapped_layers_spread_over_the_target():

@@ -1,6 +1,7 @@
 """The heads on top of a block: the Markov head biases a slot's logits by the token chosen before it, in training as in
 decoding; the confidence head decides how many drafts are verified, and changes nothing else."""
 
+import json
 import math
 
 import pytest
@@ -122,12 +123,39 @@ def test_greedy_ids_are_plain_decodings(gate):
         assert greedy(target, prompt, 24, assistant_model=drafter).tolist() == want.tolist()
 
 
-def test_a_drafter_without_the_head_has_none_of_its_tensors_and_ignores_its_options(tmp_path):
+def test_a_checkpoint_from_before_the_heads_has_none_of_their_tensors_and_drafts_as_it_did(tmp_path):
     target = tiny_target()
     plain = tiny_drafter(target)
     plain.save_pretrained(tmp_path)
-    assert not any("markov" in name for name in load_file(tmp_path / "model.safetensors"))
-    assert plain.markov_head is None
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("draft_head", "markov_rank", "markov_gate", "draft_confidence", "verify_cost"):
+        del config[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not any("markov" in name or "confidence" in name for name in load_file(tmp_path / "model.safetensors"))
+    loaded = HyperDFlashModel.from_pretrained(tmp_path).eval()
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    runs = [target.generate(random_ids(9), assistant_model=drafter, **options) for drafter in (plain, loaded)]
+    assert runs[0].sequences.tolist() == runs[1].sequences.tolist()
+    assert vars(runs[0].speculation) == vars(runs[1].speculation)
+
+
+def test_previous_ids_without_a_head_are_refused():
+    drafter = tiny_drafter(tiny_target())
+    with pytest.raises(ValueError, match="previous_ids are for draft_head 'markov', and this is 'none'"):
+        drafter(torch.randn(1, 2, 32), torch.randn(1, 3, 2, 32), previous_ids=torch.tensor([[1, 1]]))
+
+
+def test_a_head_on_a_frozen_drafter_is_trained_alone():
+    torch.manual_seed(0)
+    hidden, lm_head, labels = torch.randn(5, 3, 8), torch.randn(11, 8), torch.randint(11, (5, 3))
+    states, w2 = torch.randn(5, 3, 4).requires_grad_(), torch.randn(11, 4).requires_grad_()
+    options = {"gamma": 4.0, "alpha": 0.0, "temperature": 1.0, "markov_states": states, "markov_w2": w2}
+    loss = drafter_loss(hidden, labels, lm_head, hidden[:, :0], **options).loss
+    got = torch.autograd.grad(loss, (states, w2))
+    logits, weights = hidden @ lm_head.T + states @ w2.T, slot_weights(3, 4.0)
+    ce = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none") * weights
+    for a, b in zip(got, torch.autograd.grad(ce.sum() / (weights.sum() * 5), (states, w2)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_a_saved_head_is_loaded_with_the_drafter(tmp_path):

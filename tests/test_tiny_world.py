@@ -79,7 +79,7 @@ def test_every_round_of_decoding_accepts_what_the_blocks_of_training_predict(tar
         right = (drafts == blocks.labels[0]).long().cumprod(-1).sum(-1)
         position, expected, drafted_lengths = prompt_length, [], iter(drafted.speculation.num_drafts)
         while position < ids.shape[1] - 1:
-            expected.append(min(int(right[position - prompt_length]), next(drafted_lengths)))
+            expected.append(min(int(right[position - prompt_length]), next(drafted_lengths, 0)))
             position += expected[-1] + 1
         assert drafted.speculation.num_accepted[: len(expected) - 1] == expected[:-1]  # the last one may be cut
         num_rounds += len(expected) - 1

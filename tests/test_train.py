@@ -49,6 +49,10 @@ DRAFTER = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "sliding_window": 64,
+    "draft_head": "markov",
+    "markov_rank": 8,
+    "markov_gate": True,
+    "draft_confidence": True,
 }
 STEP_LINE = (
     r"step {step}/{steps}  loss \d+\.\d{{4}}  ce \d+\.\d{{4}}  kl \d+\.\d{{4}}  expected \d\.\d{{3}}  "

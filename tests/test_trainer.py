@@ -112,14 +112,17 @@ def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, ac
     assert_same_weights(*(weights(t.model) for t in trainers), atol=1e-6, rtol=1e-4)
 
 
-def test_logged_train_loss_is_the_evaluation_loss_of_the_same_samples(tmp_path):
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
+def test_logged_train_loss_is_the_evaluation_loss_of_the_same_samples(tmp_path, heads):
     """https://github.com/huggingface/transformers/issues/37766"""
-    rows = make_rows(UNEVEN)
+    rows, target = make_rows(UNEVEN), tiny_target(num_hash_layers=1)
     figures = {}
     for accumulation in (1, 2, 4):
         trainer = make_trainer(
             tmp_path,
             rows,
+            model=tiny_drafter(target, block_size=4, **heads).train(),
+            target=target,
             eval_rows=rows,
             learning_rate=0.0,
             gradient_accumulation_steps=accumulation,
@@ -153,17 +156,24 @@ def test_samples_of_other_lengths_in_the_batch_change_nothing(tmp_path):
         torch.testing.assert_close(together[i], sums([dataset[i]])[0], atol=1e-4, rtol=1e-5)
 
 
-def test_a_batch_without_targets_adds_nothing_and_is_told_of(tmp_path):
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
+def test_a_batch_without_targets_adds_nothing_and_is_told_of(tmp_path, heads):
     """Alone, and inside an accumulation window.
 
     https://github.com/NVIDIA-NeMo/Automodel/pull/3797
     """
+    target = tiny_target(num_hash_layers=1)
+
+    def make(*args, **options):
+        model = tiny_drafter(target, block_size=4, **heads).train()
+        return make_trainer(*args, model=model, target=target, **options)
+
     rows = make_rows((12, 9))
     silent = rows.map(lambda row: {"loss_mask": [0] * row["length"]})
     both = datasets.concatenate_datasets([rows, silent])
-    plain = make_trainer(tmp_path, rows, per_device_train_batch_size=2)
-    mixed = make_trainer(tmp_path, both, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    alone = make_trainer(tmp_path, silent, per_device_train_batch_size=2)
+    plain = make(tmp_path, rows, per_device_train_batch_size=2)
+    mixed = make(tmp_path, both, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    alone = make(tmp_path, silent, per_device_train_batch_size=2)
     start = weights(alone.model)
     for trainer in (plain, mixed, alone):
         trainer.train()
@@ -171,7 +181,7 @@ def test_a_batch_without_targets_adds_nothing_and_is_told_of(tmp_path):
     assert_same_weights(weights(alone.model), start, atol=0, rtol=0)
     assert losses(alone) == [0.0]
     assert mixed.state.log_history[0]["batches_without_targets"] == 2
-    filled = make_trainer(tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=4)
+    filled = make(tmp_path, rows, per_device_train_batch_size=1, gradient_accumulation_steps=4)
     filled.train()  # two samples and two fillers of the epoch's last batch, which are nothing to tell of
     assert_same_weights(weights(filled.model), weights(plain.model), atol=1e-6, rtol=1e-4)
     assert "batches_without_targets" not in filled.state.log_history[0]

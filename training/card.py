@@ -234,15 +234,15 @@ def _head(config: HyperDFlashConfig, num_parameters: int) -> str:
         "checks them in one forward. Greedy decoding gives the ids of plain decoding, up to floating-point ties, and "
         "sampling keeps the target's distribution.\n\n"
         f"{num_parameters:,} parameters in bf16{gate}: {config.num_hidden_layers} layers, reducer "
-        f"`{config.reducer}`, context `{config.context_source}`{_heads(config)}. Embedding and LM head are the target's and are not "
-        "stored here. An independent implementation of HyperDFlash (arXiv 2606.26744)."
+        f"`{config.reducer}`, context `{config.context_source}`{_heads(config)}. Embedding and LM head are "
+        "the target's and are not stored here. An independent implementation of HyperDFlash (arXiv 2606.26744)."
     )
 
 
 def _heads(config: HyperDFlashConfig) -> str:
     """The heads beyond the paper."""
-    sequential = f", sequential head `{config.draft_head}` of rank {config.markov_rank}"
-    return (sequential if config.draft_head != "none" else "") + (", confidence head" if config.draft_confidence else "")
+    head = "" if config.draft_head == "none" else f", head `{config.draft_head}` of rank {config.markov_rank}"
+    return head + (", confidence head" if config.draft_confidence else "")
 
 
 def _use(config: HyperDFlashConfig) -> str:

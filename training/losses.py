@@ -83,6 +83,7 @@ def drafter_loss(
     if alpha == 0:
         teacher_hidden = teacher_hidden[:, :0]
     num_blocks = max(1, chunk_size // num_slots)
+    learned = (hidden, markov_states, markov_w2)
     with torch.autocast(hidden.device.type, enabled=False):  # the head works in its own dtype, as in decoding
         return LossOutput(
             *_HeadLoss.apply(
@@ -97,6 +98,7 @@ def drafter_loss(
                 markov_states,
                 markov_w2,
                 verifier_hidden,
+                torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned),
             )
         )
 
@@ -116,7 +118,7 @@ def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.Long
     reached = (labels != -100).view(output.correct.shape).unsqueeze(-1).repeat(1, 1, 2).float()
     reached[:, 1:] *= rates[:, :-1].cumprod(1)
     loss = F.binary_cross_entropy_with_logits(logits.float(), rates, reduction="none")
-    return (loss * reached).sum() / count
+    return (loss * reached).sum() / torch.as_tensor(count).clamp(min=1)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -124,9 +126,20 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden, labels, lm_head, teacher_hidden, ce_scale, kl_scale, temperature, num_blocks, states, w2, verifier
+        ctx,
+        hidden,
+        labels,
+        lm_head,
+        teacher_hidden,
+        ce_scale,
+        kl_scale,
+        temperature,
+        num_blocks,
+        states,
+        w2,
+        verifier,
+        needs_grad,
     ):
-        needs_grad = hidden.requires_grad
         (N, S), P = labels.shape, teacher_hidden.shape[1]
         ce, kl = ce_scale.new_zeros(N, S), ce_scale.new_zeros(N, P)
         correct = torch.zeros_like(labels, dtype=torch.bool)
@@ -176,7 +189,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, *_):
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return grads[0], None, None, None, None, None, None, None, *grads[1:], None
+        return grads[0], None, None, None, None, None, None, None, *grads[1:], None, None
 
 
 def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

@@ -181,10 +181,11 @@ class HyperDFlashTrainer(EpochTrainer):
             loss = output.loss
             if "confidence_logits" in slots:
                 counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
-                loss = loss + confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
-        if not torch.isfinite(output.loss):
+                confidence = confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
+                loss = loss + (confidence - confidence.detach())  # a gradient, and no part of what is reported
+        if not torch.isfinite(loss):
             raise ValueError(
-                f"the loss is {float(output.loss)} at step {self.state.global_step}, samples "
+                f"the loss is {float(loss)} at step {self.state.global_step}, samples "
                 f"{inputs['sample_ids'].tolist()}: look at their features, or lower the learning rate"
             )
         if self.model.training:

@@ -159,7 +159,7 @@ SAMPLED = (
 )
 HEADS = {
     "markov": (
-        "HyperDFlash with a Markov head, and a confidence head, which teaches it nothing",
+        "HyperDFlash with a Markov head, and a confidence head, which gives its layers no gradient",
         {**MARKOV, "draft_confidence": True},
         (),
     ),

@@ -15,6 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
 from hyperdflash.generation.clock import timed_call
 from hyperdflash.generation.generate import load_drafter, load_target
@@ -98,12 +99,12 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--num-prompts", type=int, default=30, help="of every domain")
     args = parser.parse_args()
+    if not HyperDFlashConfig.from_pretrained(args.drafter).draft_confidence:
+        parser.error(f"{args.drafter} has no confidence head: give a drafter with draft_confidence")
     torch.set_num_threads(1)
     target, tokenizer = load_target(str(HERE / "target"), None, "float32")
     drafter = load_drafter(args.drafter, None, "float32", target)
-    if drafter.confidence_head is None:
-        parser.error(f"{args.drafter} has no confidence head")
-    drafter.config.verify_cost = 0.0
+    drafter.config.verify_cost = 0
     found = {
         f"{temperature:g}": summary(reached_slots(target, tokenizer, drafter, temperature, args.num_prompts))
         for temperature in (0.0, 1.0)

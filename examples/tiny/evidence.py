@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: no figure is typed by hand.
+"""The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: none is typed by hand.
 
     python examples/tiny/evidence.py              # writes the tables of the documents, and the learning.png
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
@@ -129,7 +130,7 @@ def positions(group: str, methods: dict[str, str], temperature: float) -> str:
     lines = []
     for method, label in methods.items():
         rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method, temperature)]
-        rates = [fmean(column) for column in zip(*rates, strict=True)]
+        rates = [fmean(column) for column in zip_longest(*rates, fillvalue=0.0)]
         lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
     return table(["method", *(str(k) for k in range(1, 7))], lines)
 

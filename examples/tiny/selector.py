@@ -1,10 +1,10 @@
-"""Would a path selector pay? tau when the best path of a block is drafted, instead of the head's choice slot by slot.
+"""Would a path selector pay? tau when the likeliest path of a block is drafted, instead of choices slot by slot.
 
     python examples/tiny/selector.py examples/tiny/build/baselines/markov-42/final docs/results/heads/selector.json
 
-A path scores the sum of its log-probabilities under the drafter with its Markov head; the best one is found exactly
-among the k best tokens of each slot. Validation prompts, temperature 0. A selector that is not built would have to
-be trained and would cost time; this one is neither, so it is what such a search gains at no cost.
+A path scores the sum of its log-probabilities under the drafter with its Markov head; the best one is found by
+dynamic programming over the k tokens of each slot that end the best paths so far. Validation prompts, temperature 0.
+This search needs no further training; a selector with scores of its own, trained to be accepted, may do better.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from types import MethodType
 import torch
 from transformers import AutoTokenizer
 
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.generate import load_drafter, load_target
 from hyperdflash.generation_hyperdflash import head_logits
 from hyperdflash.training.arguments import load_recipe
@@ -38,7 +39,7 @@ def best_path(
     previous, score = anchor, torch.zeros(1)
     candidates, came_from = [], []
     for slot_logits, slot_hidden in zip(logits, hidden, strict=True):
-        bias, _ = head(previous, slot_hidden.expand(len(previous), -1))
+        bias = head(previous, slot_hidden.expand(len(previous), -1))
         total, index = (score[:, None] + (slot_logits + bias).log_softmax(-1)).max(0)
         score, previous = total.topk(num_candidates)
         candidates.append(previous)
@@ -68,13 +69,13 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--num-prompts", type=int, default=300)
     args = parser.parse_args()
+    if HyperDFlashConfig.from_pretrained(args.drafter).draft_head != "markov":
+        parser.error(f"{args.drafter} has no Markov head: give a drafter with draft_head markov")
     torch.set_num_threads(1)
     recipe = load_recipe(RECIPE)
     target, _ = load_target(recipe.target, None, "float32")
     rows, _ = load_recipe_data(recipe, recipe.eval_data, AutoTokenizer.from_pretrained(recipe.target))
     drafter = load_drafter(args.drafter, None, "float32", target)
-    if drafter.markov_head is None:
-        parser.error(f"{args.drafter} has no Markov head")
     drafter.confidence_head = None
     found = {"slot by slot": decode_prompts(drafter, target, rows, args.num_prompts, 64)}
     for k in CANDIDATES:

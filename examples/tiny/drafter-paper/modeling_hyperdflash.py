@@ -102,12 +102,9 @@ class HyperDFlashMarkovHead(nn.Module):
         self.markov_w2 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
         self.gate = nn.Linear(config.hidden_size, config.markov_rank) if config.markov_gate else None
 
-    def forward(
-        self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(N,)` and `(N, D)` -> bias `(N, V)` and states `(N, R)`."""
-        states = self.states(previous_ids, hidden_states)
-        return self.bias(states), states
+    def forward(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`(N,)` and `(N, D)` -> `(N, V)`."""
+        return self.bias(self.states(previous_ids, hidden_states))
 
     def states(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(...)` and `(..., D)` -> `(..., R)`, of which `markov_w2` makes the bias."""
@@ -329,7 +326,11 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         Returns:
             `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
             predicts the token at anchor + k.
+
+        Raises `ValueError` for `previous_ids` without a Markov head.
         """
+        if previous_ids is not None and self.markov_head is None:
+            raise ValueError(f"previous_ids are for draft_head 'markov', and this is {self.config.draft_head!r}")
         context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))
         B, K = noise_embeds.shape[:2]
         num_new = context.shape[1] + K

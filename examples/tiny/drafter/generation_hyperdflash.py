@@ -321,10 +321,9 @@ class HyperDFlashAssistant:
         if self.markov_head is None:
             choose(logits)
             return
-        hidden = hidden.to(self.norm.weight)
         previous = noise_ids[0, :1].to(hidden.device)
         for slot in range(len(hidden)):
-            bias, _ = self.markov_head(previous, hidden[slot : slot + 1])
+            bias = self.markov_head(previous, hidden[slot : slot + 1])
             previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
 
     def draft(self, context, noise_ids, position, num_drafts, target, cache):
@@ -344,13 +343,12 @@ class HyperDFlashAssistant:
             position (`int`): the anchor's position.
 
         Returns:
-            The states of the slots `(num_drafts, D)`, in the dtype of the target's embedding, and the logits of the
-            confidence head `(num_drafts, 2)`, if there is one.
+            The states of the slots `(num_drafts, D)` and the logits of the confidence head `(num_drafts, 2)`, if there
+            is one.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight = self.norm.weight
-        embeds = target.model.embed_tokens(noise_ids)
-        noise_dtype, noise_embeds = embeds.dtype, embeds.to(weight)  # a quantised head's own dtype would not do
+        noise_embeds = target.model.embed_tokens(noise_ids).to(weight)
         start, stop = position - context.shape[1], position + noise_ids.shape[1]
         output = self(
             noise_embeds=noise_embeds,
@@ -360,7 +358,7 @@ class HyperDFlashAssistant:
         )
         slots = slice(1, 1 + num_drafts)
         confidence = output.confidence_logits
-        return output.last_hidden_state[0, slots].to(noise_dtype), None if confidence is None else confidence[0, slots]
+        return output.last_hidden_state[0, slots], None if confidence is None else confidence[0, slots]
 
     def assisted_decoding_loop(
         self,
@@ -392,6 +390,7 @@ class HyperDFlashAssistant:
 def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 logits of states from a drafter's device; an offloaded (meta) head moves its input itself."""
     head = target.lm_head
+    hidden = hidden.to(target.model.embed_tokens.weight.dtype)  # a quantised head's own would not do
     return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
 
 
