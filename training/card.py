@@ -81,7 +81,7 @@ MAX_POINTS = 400
 # name of a figure in the log -> what it means
 MEANINGS = {
     "loss": "cross-entropy + alpha x KL, training, the last logged step",
-    "eval_loss": "the same on the evaluation data",
+    "eval_loss": "cross-entropy + alpha x KL, evaluation data",
     "eval_ce": "weighted cross-entropy of the slots against the text, nats",
     "eval_kl": "KL divergence from the target's distribution on the first slots, nats",
     "eval_expected_acceptance_length": "1 + the rates in the table's last row: tokens a round, the target's own "
