@@ -113,6 +113,37 @@ def test_decoding_chooses_what_training_scores(gate, monkeypatch):
         assert logits[0, 1 : 1 + len(drafts)].argmax(-1).tolist() == drafts.tolist()
 
 
+@pytest.mark.parametrize(("confidence", "wanted"), [(False, 0), (True, 1)])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_drafting_waits_for_the_device_once_a_round_at_most(monkeypatch, confidence, wanted, do_sample):
+    """A value that reaches Python is what an accelerator would be waited for."""
+    target = tiny_target()
+    drafter = markov_drafter(target, block_size=7, draft_confidence=confidence, verify_cost=0)
+    waits, own = [], drafter.propose
+
+    def counting(method):
+        def call(tensor, *args):
+            waits[-1] += 1
+            return method(tensor, *args)
+
+        return call
+
+    def watched(*args):
+        with monkeypatch.context() as patch:
+            for name in ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__index__", "__float__"):
+                patch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+            waits.append(0)
+            own(*args)
+
+    monkeypatch.setattr(drafter, "propose", watched)
+    torch.manual_seed(0)
+    target.generate(
+        random_ids(9), assistant_model=drafter, max_new_tokens=20, do_sample=do_sample, eos_token_id=None, top_p=0.9
+    )
+    assert len(waits) > 2
+    assert set(waits[:-1]) == {wanted}
+
+
 @pytest.mark.parametrize("gate", [False, True])
 def test_greedy_ids_are_plain_decodings(gate):
     target = tiny_target()
