@@ -122,7 +122,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only heads
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/heads --methods mtp:6 mtp:6=$(call seeds,mtp) \
 	  hyperdflash:6=$(call seeds,hyperdflash) hyperdflash+markov:6=$(call seeds,markov) \
-	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(RUNS)/mean-markov-42/final \
+	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
 	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere

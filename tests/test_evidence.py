@@ -50,8 +50,8 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
         if run.group in ("headline", "heads"):
             seeds.setdefault(run.name.rpartition("-")[0], []).append(run.seed)
     assert {name: len(set(found)) for name, found in seeds.items()} == {
-        **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean", "markov", "dspark-like"), 3),
-        **dict.fromkeys(baselines.ONE_SEED, 1),
+        **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean", *baselines.HEADS), 3),
+        "fc": 1,
     }
     methods = parse_methods([run.method for run in runs if run.group == "ablations"])[1:]
     assert {"hyperdflash", "mean", "fc", "dflash"} == {method.name for method in methods}
