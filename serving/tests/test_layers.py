@@ -53,6 +53,7 @@ def drafter(build, one_process, request, monkeypatch):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # the other one takes no draft of sliding and full layers
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
     folder = build / "sliding" / request.param
     spec = {
@@ -85,7 +86,7 @@ def draft_states(model, want) -> torch.Tensor:
         return model(want.get("ids"), torch.arange(C, C + K), want["embeds"])
 
 
-@pytest.mark.parametrize("drafter", ["random", "full", "mean", "fc", "inherited", "markov"], indirect=True)
+@pytest.mark.parametrize("drafter", ["random", "full", "both", "mean", "fc", "inherited", "markov"], indirect=True)
 def test_vllms_layers_compute_the_drafters_states(drafter):
     model, want = drafter
     torch.testing.assert_close(draft_states(model, want), want["states"], atol=2e-4, rtol=1e-3)
