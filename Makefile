@@ -21,6 +21,7 @@ SGLANG := serving/build/sglang
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
 seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
+short = $(RUNS)/ablation-$(1)/final,$(RUNS)/ablation-$(1)-43/final,$(RUNS)/ablation-$(1)-44/final
 results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* docs/results/$(1) && \
   rm docs/results/$(1)/records.jsonl docs/results/$(1)/settings.json
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
@@ -102,13 +103,19 @@ tiny-drafter: $(STAMP)  ## train the tiny drafter again, in two stages: about an
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations seeds texts
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
 	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
 	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
 	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/baselines.py --methods)
+	$(BENCHMARK) --output $(TINY)/build/benchmarks/seeds --methods hyperdflash:6=$(call short,base) dflash:6=$(call short,dflash)
+	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
+	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
 	$(call results,headline)
 	$(call results,ablations)
+	$(call results,seeds)
+	$(call results,texts)
+	rm docs/results/ablations/*.png docs/results/seeds/*.png docs/results/texts/*.png  # not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
 	$(BIN)/python $(TINY)/evidence.py
 
@@ -120,6 +127,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt

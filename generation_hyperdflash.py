@@ -689,11 +689,12 @@ def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
 
 
 def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
-    """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches."""
+    """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches: an MTP module's
+    first query is the last of them."""
     if mask is not None:
         residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
     if "full_attention" not in config.layer_types:
-        first = max(residual.shape[1] - (config.sliding_window - 1), 0)
+        first = max(residual.shape[1] - config.sliding_window, 0)
         residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
     return residual
 

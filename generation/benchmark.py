@@ -342,6 +342,7 @@ def run(args: argparse.Namespace) -> int:
         raise OSError("no set is left to measure")
     target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
     arms = load_arms(methods, target, checkpoint, args.dtype)
+    _warn_of_encoding(arms, args.generation)
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
@@ -413,6 +414,7 @@ def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: Ta
     return {
         "target": checkpoint.name,
         "target_revision": checkpoint.revision,
+        "target_files": _folder_files(checkpoint),
         "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
         "methods": {method.label: identify(method, checkpoint) for method in methods},
         "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
@@ -423,6 +425,24 @@ def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: Ta
         "versions": _versions(),
         "sources": content_hash(sources)[:16],
     }
+
+
+def _folder_files(checkpoint: TargetCheckpoint) -> list | None:
+    """Names, sizes and times of a folder's shards, which have no revision; too large to be hashed at every start."""
+    if checkpoint.folder is None:
+        return None
+    stats = ((name, (checkpoint.folder / name).stat()) for name in sorted(set(checkpoint.files.values())))
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
+    """Say which drafters were trained on texts of another chat encoding."""
+    for arm in arms:
+        trained = (getattr(getattr(arm.assistant, "config", None), "encoding", None) or {}).get("generation")
+        if trained not in (None, generation):
+            name = arm.checkpoint or arm.method
+            text = f"{name} was trained on generation {trained} of the chat encoding, and prompts are of {generation}"
+            print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
 
 
 def _versions() -> dict[str, str]:

@@ -390,6 +390,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--num-prompts", type=int, default=len(BUILT_IN_PROMPTS), help="the first so many")
     parser.add_argument("--max-new-tokens", type=int, default=64, help="that the target writes to each prompt")
     parser.add_argument("--mode", choices=MODES, default="non-thinking")
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the experiments compute in fp32 in any case")
     parser.add_argument("--device-map", help="as in transformers, e.g. auto")
     parser.add_argument("--target-revision")
@@ -435,14 +436,17 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
         return
+    generation = (config.encoding or {}).get("generation", "preview")
+    encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
+    encode_messages(chats[0][0], **encoding)  # raises for an effort that there is not
     target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
     try:
         drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error).split()))
         return
+    drafter.confidence_head = None  # all slots are looked at, also those that would not pay
     yield Finding("loading", OK, "the drafter's tensors are those of its config")
-    encoding = {"mode": args.mode, "generation": (config.encoding or {}).get("generation", "preview")}
     yield from examine(
         Pair(
             target,

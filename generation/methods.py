@@ -20,7 +20,7 @@ from ..pairing_hyperdflash import check_shapes
 from .cli import UsageError
 from .generate import check_drafter_type, check_folder, load_drafter
 from .init import TargetCheckpoint, file_in, resolve_revision, tensor_files
-from .mtp import PREFIX, DeepseekV4MTP, check_mtp_names, load_mtp
+from .mtp import PREFIX, check_mtp_names, load_mtp
 
 CONFIDENCE = "+confidence"  # without it, a confidence head is left out
 # What a drafter's configuration says when it is of the method.
@@ -258,7 +258,7 @@ def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype
             key = (method.name == MTP, method.name.endswith(CONFIDENCE), name and _resolved(name))
             if method.name == MTP and key not in loaded:
                 folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
-                loaded[key] = _placed(load_mtp(folder, target.config, most), target)
+                loaded[key] = load_mtp(folder, target.config, most).to(target.device)
             elif method.name in DRAFTERS and key not in loaded:
                 loaded[key] = load_drafter(*split_revision(name), dtype, target)
                 if not method.name.endswith(CONFIDENCE):
@@ -273,13 +273,3 @@ def _options(method: Method, assistant) -> dict:
     if method.name == PROMPT_LOOKUP:
         return {"prompt_lookup_num_tokens": method.num_drafts}
     return {"assistant_model": assistant, "num_assistant_tokens": method.num_drafts}
-
-
-def _placed(mtp: DeepseekV4MTP, target) -> DeepseekV4MTP:
-    """The module on the target's device and in its dtype, with those parts in fp32 that DeepSeek-V4 keeps so."""
-    mtp.to(target.device)
-    for name, tensor in [*mtp.named_parameters(), *mtp.named_buffers()]:
-        keep = any(part in name for part in mtp._keep_in_fp32_modules_strict)
-        if tensor.is_floating_point() and not keep and "rotary_emb" not in name:
-            tensor.data = tensor.data.to(target.lm_head.weight.dtype)
-    return mtp

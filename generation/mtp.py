@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import DeepseekV4Config, DynamicCache
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4DecoderLayer,
@@ -118,6 +119,11 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         )
         return self.norm(self.hc_head(x)), x
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The projections'. The library takes the first parameter's, a norm's, which stays fp32."""
+        return self.e_proj.weight.dtype
+
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise `ValueError` for a call or a target that this module cannot draft for."""
         check_call(generation_mode, generation_config)
@@ -142,14 +148,16 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         positions come again, with residuals of the target, once they are verified.
         """
         length = context.shape[1]
-        next_ids, device = ids[:, -length:].to(noise_ids.device), self.norm.weight.device
-        positions = torch.arange(position - length, position, device=device)[None]
-        residual, verified = context.to(device), None
+        next_ids, weight = ids[:, -length:].to(noise_ids.device), self.e_proj.weight
+        positions = torch.arange(position - length, position, device=weight.device)[None]
+        residual, verified = context.to(weight), None
         for step in range(num_drafts):
-            embeds = target.model.embed_tokens(next_ids).to(device)
-            hidden, residual = self(embeds, residual, input_ids=next_ids, position_ids=positions, cache=cache)
+            embeds = target.model.embed_tokens(next_ids)
+            hidden, residual = self(
+                embeds.to(weight), residual, input_ids=next_ids, position_ids=positions, cache=cache
+            )
             verified = verified or [dict(vars(layer)) for layer in cache.layers]
-            draft = choose(head_logits(target, hidden[:, -1]))
+            draft = choose(head_logits(target, hidden[:, -1].to(embeds.dtype)))
             next_ids, residual = draft[None].to(noise_ids.device), residual[:, -1:]
             positions = torch.full_like(positions[:, -1:], position + step)
         for layer, state in zip(cache.layers, verified, strict=True):
@@ -183,9 +191,11 @@ def _official_name(name: str) -> str:
 
 
 def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int = 3) -> DeepseekV4MTP:
-    """Read `mtp.0.*` of a checkpoint folder, in the official naming or in transformers'.
+    """Read `mtp.0.*` of a checkpoint folder, in the official naming or in transformers', in the dtype of `config`.
+    Weights in FP8 or FP4, as V4-Flash's are, are dequantised.
 
-    Raises `ValueError` as `check_mtp_names` does, and for a module of other shapes; `OSError` for no weights at all.
+    Hyper-connections, norms and router bias stay in fp32, as in the target. Raises `ValueError` as `check_mtp_names`
+    does, and for a module of other shapes; `OSError` for no weights at all.
     """
     folder, tensors = Path(checkpoint), {}
     files = tensor_files(partial(file_in, folder), checkpoint)
@@ -194,15 +204,35 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
     for file in set(files.values()):
         with safe_open(folder / file, framework="pt") as f:
             tensors |= {name: f.get_tensor(name) for name in f.keys() if name in files}  # noqa: SIM118
-    mtp = DeepseekV4MTP(config, max_drafts)
+    tensors = _dequantised(tensors)
+    with torch.device("meta"):  # 256 experts of V4-Flash need no random values first
+        mtp = DeepseekV4MTP(config, max_drafts)
+    mtp.rotary_emb = DeepseekV4RotaryEmbedding(mtp.config)  # no checkpoint has its buffers
+    dtype = config.dtype or torch.get_default_dtype()
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
     try:
         state = {name: _find(tensors, name, value) for name, value in mtp.state_dict().items()}
-        mtp.load_state_dict(state)
+        for name in state:
+            keep = any(part in name for part in mtp._keep_in_fp32_modules_strict)
+            state[name] = state[name].to(torch.float32 if keep else dtype)
+        mtp.load_state_dict(state, assign=True)
     except KeyError as error:
         raise ValueError(f"{checkpoint} holds no whole MTP module: no tensor named {error.args[0]}") from error
     except RuntimeError as error:  # of other shapes: the library names them all
         raise ValueError(f"the MTP module of {checkpoint} does not fit the target's config: {error}") from error
     return mtp.eval()
+
+
+def _dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Weights that have a scale beside them in bf16, the others as they are."""
+    out, dequantize = dict(tensors), Fp8Dequantize(None)
+    for name in tensors:
+        stem = name.removesuffix("weight")
+        for scale in (f"{stem}scale", f"{stem}weight_scale_inv"):
+            if scale in tensors and scale != name:
+                pair = {"weight": tensors[name], "weight_scale_inv": tensors[scale]}
+                out[name] = dequantize.convert(pair)["weight"]
+    return out
 
 
 def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> torch.Tensor:
@@ -221,8 +251,7 @@ def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> t
 def check_mtp_names(names: Collection[str], where: str | Path) -> None:
     """Whether the tensors of a checkpoint have the native module among them, told by their names alone.
 
-    Raises `ValueError` when they have none; by name for DSpark, which the 0731 checkpoints carry in the same place,
-    and for quantised weights.
+    Raises `ValueError` when they have none; by name for DSpark, which the 0731 checkpoints carry in the same place.
     """
     if any(name.startswith(f"{PREFIX}main_proj") for name in names):
         raise ValueError(
@@ -230,6 +259,3 @@ def check_mtp_names(names: Collection[str], where: str | Path) -> None:
         )
     if f"{PREFIX}e_proj.weight" not in names:
         raise ValueError(f"{where} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
-    scales = [f"{name.removesuffix('weight')}scale" for name in sorted(names) if name.startswith(PREFIX)]
-    if scale := next((name for name in scales if name in names), None):
-        raise ValueError(f"{where} holds a quantised MTP module ({scale}): convert its weights to bf16 first")

@@ -19,10 +19,11 @@ from .records import GROUP
 from .report import RESULTS_FILE, TABLE_FILE, run_notes, write_table
 
 ACCEPTANCE_FILE, SPEEDUP_FILE = "acceptance.png", "speedup.png"
-ALIKE = ("target_fingerprint", "dtype", "device")  # of an environment: figures of others are not of one table
-# Okabe and Ito's colours, grey and wine, which colour-blind eyes tell apart; markers for prints without colour.
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255")
-MARKERS = "osD^vPX*"
+ALIKE = ("target_fingerprint", "dtype", "device", "threads")  # of an environment: others are of another table
+SIZES = ("num_prompts", "num_new_tokens")  # plain decoding of the same prompts has the same
+# Okabe and Ito's colours and Tol's, which colour-blind eyes tell apart; markers for prints without colour.
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#882255", "#332288", "#999933")
+MARKERS = "osD^vPX*<>"
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -69,7 +70,7 @@ def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
     """The rows of all folders together, and a note on each.
 
     Raises `OSError` for a folder without results, `ValueError` for broken ones, for rows that two folders have, and
-    for folders that were measured with another target, in another dtype or on another device.
+    for folders that were measured with another target, dtype, device or number of threads, or on other prompts.
     """
     rows, notes, seen, first = [], [], {}, {}
     for folder in folders:
@@ -88,11 +89,13 @@ def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
             notes += [(f"{folder.name}: " if len(folders) > 1 else "") + note for note in run_notes(results)]
             for row in found:
                 key = tuple(row[name] for name in GROUP)
-                if key in seen and row["method"] != TARGET_ONLY:
-                    raise ValueError(f"it has the same row as {seen[key]}: {', '.join(map(str, key))}")
-                if key not in seen:
+                before, own = seen.setdefault(key, (folder, row))
+                if own is row:
                     rows.append(row)
-                seen[key] = folder
+                elif row["method"] != TARGET_ONLY:
+                    raise ValueError(f"it has the same row as {before}: {', '.join(map(str, key))}")
+                elif any(row[name] != own[name] for name in SIZES):
+                    raise ValueError(f"it has other prompts or lengths than {before}: {', '.join(map(str, key))}")
         except (ValueError, KeyError, TypeError) as error:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} cannot be used: {reason}") from error
@@ -154,7 +157,7 @@ def _draw_speedup(panels: dict[str, list[dict]], methods: list[str]) -> bytes:
     width = min(max(5.5, 0.26 * max(map(len, sets.values())) * (len(methods) + 1) + 1.5), 16)
     figure = _figure(width=width, height=3.1 * len(panels) + 0.5)
     for i, (title, rows) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(len(panels), 1, i, title=title, ylabel="speed-up")
+        axes = figure.add_subplot(len(panels), 1, i, title=title, ylabel="speed-up, 95% over prompts")
         here = [method for method in methods if any(row["method"] == method for row in rows)]
         for k, method in enumerate(here):
             place = (k + 0.5) / len(here) - 0.5, 1 / len(here)
@@ -217,6 +220,8 @@ def _finish(figure) -> bytes:
     if handles:
         longest = max(map(len, handles))
         columns = max(1, min(len(handles), int(figure.get_figwidth() * 12 / (longest + 6))))
+        rows = -(-len(handles) // columns)
+        figure.set_figheight(figure.get_figheight() + 0.21 * max(rows - 2, 0))
         figure.legend(
             handles.values(),
             handles.keys(),

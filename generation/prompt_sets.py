@@ -176,6 +176,8 @@ def fetch(dataset: str) -> PromptSet:
             url = f"hf://datasets/{at}/{public.data_files}"
             rows = datasets.load_dataset("json", data_files=url, split=public.split)
         prompts = [Prompt(index, tuple(public.turns(row))) for index, row in enumerate(rows)]
+        if not prompts:
+            raise ValueError("it has no rows")
     except Exception as error:  # of the Hub, of HTTP, of Arrow: said as it is, and the other sets go on
         reason = " ".join(str(error).split()) or type(error).__name__
         raise OSError(f"the set {name} ({public.repo}) cannot be had: {reason}") from error

@@ -51,10 +51,7 @@ class Records:
                 f"--output {self.folder} is not empty and no benchmark's: choose another, or remove it first"
             ) from error
         if names := _differing(before["benchmark"], self.settings):
-            short = [
-                f"{name} {_short(before['benchmark'].get(name))} (now {_short(self.settings.get(name))})"
-                for name in names
-            ]
+            short = [_change(name, before["benchmark"].get(name), self.settings.get(name)) for name in names]
             raise ValueError(
                 f"--output {self.folder} was begun with {', '.join(short)}: go on with these, or choose another"
             )
@@ -107,6 +104,14 @@ def _differing(before: dict, now: dict) -> list[str]:
     if set(old) != set(new) or any(old[name] and new[name] and old[name] != new[name] for name in new):
         names.append("datasets")
     return names
+
+
+def _change(name: str, before, now) -> str:
+    """What a setting was and what it is; of a table only the entries that differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        before, now = ({key: values[key] for key in differ if key in values} for values in (before, now))
+    return f"{name} {_short(before)} (now {_short(now)})"
 
 
 def _short(value) -> str:

@@ -24,7 +24,8 @@ from .records import GROUP, KEY
 RESULTS_FILE, CSV_FILE, TABLE_FILE, COMMAND_FILE = "results.json", "results.csv", "table.md", "command.txt"
 DEFINITIONS = (
     "tau = 1 + accepted drafts a round: it counts the target's own token; a round proposed at least one draft. "
-    "Speed-up: tokens a second after the first token, over target-only's in the same run."
+    "Speed-up: tokens a second after the first token, over target-only's in the same run. Rates by position: of all "
+    "rounds (also those that the length limit cut short), or of those that accepted all drafts before (conditional)."
 )
 OF_SAMPLING = "Above temperature 0 every method samples answers of its own up to their end: lengths differ."
 OF_PROMPT_LOOKUP = (
@@ -341,7 +342,8 @@ def run_notes(results: dict) -> list[str]:
     if results["resumed"]:
         notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
     if results["missing_sets"]:
-        notes.append(f"Sets that could not be had, and so were not measured: {', '.join(results['missing_sets'])}.")
+        names = ", ".join(results["missing_sets"])
+        notes.append(f"Sets that could not be had, and so were not gone on with: {names}.")
     if results["left_out"]:
         prompts = {(turn["dataset"], turn["prompt"]) for turn in results["left_out"]}
         counts = sorted(Counter(dataset for dataset, _ in prompts).items())

@@ -452,7 +452,11 @@ def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command
     assert acceptance(runs[0]) == acceptance(runs[1])
     other = command("--temperatures", "1", "--seeds", "8", prompts=("two.jsonl",), out=tmp_path / "c")[1]
     assert [r["num_new_tokens"] for r in other["rows"]] == [r["num_new_tokens"] for r in runs[0]["rows"]]
-    assert (tmp_path / "c" / "records.jsonl").read_text() != (tmp_path / "a" / "records.jsonl").read_text()
+    ids = [
+        [json.loads(line)["new_ids"] for line in sorted((tmp_path / name / "records.jsonl").read_text().splitlines())]
+        for name in "abc"
+    ]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_the_same_command_goes_on_behind_a_torn_line(command, tmp_path, monkeypatch):
@@ -623,7 +627,7 @@ def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, tmp_path
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
     assert results["missing_sets"] == ["gsm8k"]
-    assert "had, and so were not measured: gsm8k." in (tmp_path / "out" / "table.md").read_text()
+    assert "had, and so were not gone on with: gsm8k." in (tmp_path / "out" / "table.md").read_text()
     assert "the set gsm8k (openai/gsm8k) cannot be had: no network here" in capsys.readouterr().err
     # Later it can be had: the run goes on with it
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 2?"}])
@@ -778,23 +782,13 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        ("mtp.0.main_proj.weight", "carries DSpark under mtp.*, not the native MTP module"),
-        ("mtp.0.e_proj.scale", "quantised MTP module (mtp.0.e_proj.scale)"),
-    ],
-)
-def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(
-    command, world, target, tensor, message, monkeypatch, tmp_path, capsys
-):
+def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(command, world, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "load_target", lambda *args: pytest.fail("loaded"))
-    tensors = mtp_state_dict(DeepseekV4MTP(target.config)) if "scale" in tensor else {}
     folder = tmp_path / "mtp"
     folder.mkdir()
-    save_file({**tensors, tensor: torch.ones(1)}, folder / "model.safetensors")
+    save_file({"mtp.0.main_proj.weight": torch.ones(1)}, folder / "model.safetensors")
     assert command(methods=(f"mtp:3={folder}",)) == (1, None)
-    assert message in capsys.readouterr().err
+    assert "carries DSpark under mtp.*, not the native MTP module" in capsys.readouterr().err
 
 
 def test_a_drafter_for_another_target_is_refused(command, tmp_path, capsys):
@@ -879,16 +873,6 @@ def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypat
     assert arms[3].assistant is arms[4].assistant
     assert [arm.options["num_assistant_tokens"] for arm in arms[1:]] == [2, 3, 1, 5]
     assert arms[4].assistant.max_drafts == 5
-
-
-def test_an_mtp_module_has_the_targets_dtype_with_fp32_where_the_target_has_it(world, monkeypatch):
-    monkeypatch.chdir(world)
-    target = tiny_target(vocab_size=VOCAB_SIZE).to(torch.bfloat16)
-    checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
-    _, arm = load_arms(parse_methods(["mtp:3=mtp"]), target, checkpoint, "bfloat16")
-    kinds = {name: parameter.dtype for name, parameter in arm.assistant.named_parameters()}
-    assert kinds["e_proj.weight"] == kinds["layer.self_attn.kv_proj.weight"] == torch.bfloat16
-    assert kinds["layer.attn_hc.base"] == kinds["hc_head.hc_fn"] == torch.float32
 
 
 # -------------------------------------------------------------------------------------------------------------- traces

@@ -1,9 +1,12 @@
 """What the tiny world compares: runs of one budget that differ in what they name, and the tables of their results."""
 
 import sys
+from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
@@ -13,6 +16,8 @@ sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
 import calibration  # noqa: E402
 import evidence  # noqa: E402
+import selector  # noqa: E402
+import train_mtp  # noqa: E402
 
 DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
 
@@ -24,9 +29,19 @@ def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_make
     changed = {name for name, value in values.items() if value != recipe.get(name)}
     named = {setting.partition("=")[0] for setting in run.settings}
     assert changed - named <= {"output_dir", "seed", "drafter"}
-    assert values["max_steps"] == (baselines.ABLATION_STEPS if run.group == "ablations" else recipe["max_steps"])
+    assert values["max_steps"] == (
+        baselines.ABLATION_STEPS if run.group in ("ablations", "seeds", "texts") else recipe["max_steps"]
+    )
     assert values["drafter"] == ({} if values.get("init_from") else recipe["drafter"] | run.drafter)
     load_recipe(baselines.RECIPE, run.overrides())
+
+
+def test_the_documents_say_what_the_results_say():
+    documents = [evidence.DOCS / name for name in evidence.TABLES if (evidence.DOCS / name).exists()]
+    assert documents
+    for document in documents:
+        text = document.read_text(encoding="utf-8")
+        assert evidence.filled(document.name, text) == text
 
 
 def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
@@ -34,7 +49,7 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     assert len({run.output for run in runs}) == len({run.summary for run in runs}) == len(runs)
     seeds = {}
     for run in runs:
-        if run.group != "ablations":
+        if run.group in ("headline", "heads"):
             seeds.setdefault(run.name.rpartition("-")[0], []).append(run.seed)
     assert {name: len(set(found)) for name, found in seeds.items()} == {
         **dict.fromkeys(("hyperdflash", "mtp", "dflash", "mean", *baselines.HEADS), 3),
@@ -45,6 +60,25 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     assert {method.num_drafts for method in methods} == {3, 6, 9}
     methods = parse_methods([run.method for run in runs if run.group == "heads"])[1:]
     assert {"hyperdflash+markov", "mean+markov", "dspark-like"} == {method.name for method in methods}
+
+
+@pytest.mark.parametrize(("mask", "loss"), [([0, 1, 1, 0, 0], 0.0), ([0, 0, 1, 1, 0], 10.0), ([0, 1, 1, 1, 0], 5.0)])
+def test_mtp_learns_the_token_after_the_next_where_the_target_wrote_both(mask, loss):
+    """Here a module says the next token again: right at the first position, wrong at the second."""
+    batch = {"input_ids": torch.tensor([[1, 2, 2, 3, 0]]), "loss_mask": torch.tensor([mask])}
+    residual = torch.randn(1, 5, 2, 4)
+    head = SimpleNamespace(embed=lambda ids: torch.eye(4)[ids], lm_head=10 * torch.eye(4))
+
+    def features(batch):
+        return SimpleNamespace(residual=residual)
+
+    def module(next_embeds, given, next_ids):
+        assert torch.equal(given, residual[:, :3])
+        assert next_ids.tolist() == [[2, 2, 3]]
+        return next_embeds, None
+
+    features.head = head
+    assert float(train_mtp.mtp_loss(module, features, batch)) == pytest.approx(loss, abs=1e-3)
 
 
 def row(method, checkpoint, dataset, tau, speedup, temperature=0.0):
@@ -80,9 +114,12 @@ def test_a_checkpoints_figure_is_its_mean_over_sets_and_the_spread_is_over_check
     assert evidence.rows_of(ROWS, "hyperdflash:6", temperature=1) == []
 
 
-def test_the_better_of_the_two_mtp_modules_counts():
-    assert evidence.best_mtp(ROWS, 6, "acceptance_length", 0) == pytest.approx(3.8)
-    assert evidence.best_mtp(ROWS, 6, "speedup", 0) == pytest.approx(1.4)
+def test_a_ratio_is_taken_seed_by_seed_and_of_mtp_the_better_module_counts():
+    assert evidence.figures(ROWS, "mtp:6", "acceptance_length", 0) == [pytest.approx(3.8)]
+    assert evidence.figures(ROWS, "mtp:6", "speedup", 0) == [pytest.approx(1.4)]
+    assert evidence.ratio(ROWS, "hyperdflash:6", "dflash:6", "acceptance_length", 0) == "2.04 ± 0.06"
+    both = [*ROWS, row("dflash:6", "d", "code", 4.6, 1.0), row("dflash:6", "d", "math", 4.8, 1.1)]
+    assert evidence.ratio(both, "hyperdflash:6", "dflash:6", "acceptance_length", 0) == "1.50 ± 0.71"
 
 
 def test_a_part_of_a_round_that_is_not_told_apart_is_left_blank(monkeypatch):
@@ -117,3 +154,25 @@ def test_the_calibration_error_is_a_hand_count():
     assert found["calibration_error"] == pytest.approx((2 * 0.44 + 3 * abs(2.84 / 3 - 2 / 3)) / 5)
     assert found["brier"] == pytest.approx((0.05**2 + 0.93**2 + 0.09**2 + 0.07**2 + 1) / 5)
     assert found["brier_of_mean"] == pytest.approx(0.24)
+
+
+def test_the_best_path_is_the_most_likely_of_all():
+    torch.manual_seed(2)
+    logits, table = torch.randn(3, 5), torch.randn(5, 5)  # of slots, and what a token adds to those after it
+
+    def likelihood(path):
+        return sum(
+            (slot + table[before]).log_softmax(-1)[token]
+            for slot, before, token in zip(logits, (4, *path), path, strict=False)
+        )
+
+    def head(previous, hidden):
+        return table[previous], None
+
+    best = max(product(range(5), repeat=3), key=likelihood)
+    slot_by_slot = [int((logits[0] + table[4]).argmax())]
+    for slot in logits[1:]:
+        slot_by_slot.append(int((slot + table[slot_by_slot[-1]]).argmax()))
+    assert slot_by_slot != list(best)
+    assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=5) == list(best)
+    assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=1) == slot_by_slot

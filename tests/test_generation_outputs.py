@@ -128,11 +128,11 @@ def test_states_that_nobody_asked_for_are_neither_returned_nor_computed(target, 
 
 
 def test_drafters_context_of_a_long_prompt_is_its_window(target):
-    """What a drafter whose layers all slide cannot reach is not kept: 31 of 200 positions for a window of 32.
+    """What a drafter whose layers all slide cannot reach is not kept: 32 of 200 positions for a window of 32.
 
     https://github.com/huggingface/transformers/pull/48081
     """
-    for layer_types, num_context in ((["sliding_attention"] * 2, 31), (["sliding_attention", "full_attention"], 200)):
+    for layer_types, num_context in ((["sliding_attention"] * 2, 32), (["sliding_attention", "full_attention"], 200)):
         drafter = tiny_drafter(target, sliding_window=32, layer_types=layer_types)
         seen = []
         drafter.register_forward_pre_hook(lambda m, args, kwargs, seen=seen: seen.append(kwargs), with_kwargs=True)

@@ -30,7 +30,7 @@ RESULTS = {
     "max_prompt_tokens": 100,
     "lossless": LOSSLESS,
 }
-ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)"}
+ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)", "threads": 1}
 CELL = {"checkpoint": None, "dataset": "s", "mode": "non-thinking", "temperature": 0.0, "seed": 0, "turn": 0}
 
 
@@ -171,6 +171,7 @@ def row(method, dataset, speedup, tau, **kwargs):
         "method": method,
         **cell,
         "dataset": dataset,
+        "num_prompts": 3,
         "num_new_tokens": 10,
         "acceptance_length": tau,
         "acceptance_length_interval": None if tau is None else [tau - 0.5, tau + 0.5],
@@ -271,7 +272,7 @@ def test_what_a_run_lacks_is_noted():
     notes = run_notes(RESULTS | {"resumed": 7, "missing_sets": ["gsm8k", "mbpp"], "left_out": left_out})
     assert notes[1:] == [
         "7 calls were measured by an earlier run of the same command.",
-        "Sets that could not be had, and so were not measured: gsm8k, mbpp.",
+        "Sets that could not be had, and so were not gone on with: gsm8k, mbpp.",
         "Prompts left out, in whole or from a later turn on, as longer than 100 tokens: 2 of s.",
     ]
 
@@ -310,9 +311,10 @@ def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, ca
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("target_fingerprint", "beef"), ("dtype", "bfloat16"), ("device", "cuda (loom)")]
+    ("name", "value"),
+    [("target_fingerprint", "beef"), ("dtype", "bfloat16"), ("device", "cuda (loom)"), ("threads", 8)],
 )
-def test_plot_mixes_no_targets_dtypes_or_devices(name, value, tmp_path, capsys):
+def test_plot_mixes_no_targets_dtypes_devices_or_threads(name, value, tmp_path, capsys):
     first = results_folder(tmp_path / "one", three_methods())
     second = results_folder(tmp_path / "two", [row("o:6", "a", 2.5, 3.5)], **{name: value})
     assert main(["plot", first, second, "--output", str(tmp_path / "both")]) == 1
@@ -321,7 +323,10 @@ def test_plot_mixes_no_targets_dtypes_or_devices(name, value, tmp_path, capsys):
     assert not (tmp_path / "both").exists()
 
 
-@pytest.mark.parametrize("case", ["missing", "broken", "lacking", "twice", "no rows", "foreign output", "file output"])
+REFUSED = ("missing", "broken", "lacking", "twice", "other prompts", "no rows", "foreign output", "file output")
+
+
+@pytest.mark.parametrize("case", REFUSED)
 def test_plot_refuses_by_name_and_writes_nothing(case, tmp_path, capsys):
     rows = [] if case == "no rows" else three_methods()
     folder, out = results_folder(tmp_path / "one", rows), tmp_path / "out"
@@ -336,6 +341,10 @@ def test_plot_refuses_by_name_and_writes_nothing(case, tmp_path, capsys):
     elif case == "twice":
         argv.insert(2, folder)
         message = "the same row"
+    elif case == "other prompts":
+        fewer = row("target-only", "a", 1.0, None) | {"num_prompts": 5}
+        argv.insert(2, results_folder(tmp_path / "two", [fewer]))
+        message = f"it has other prompts or lengths than {folder}"
     elif case == "no rows":
         message = "nothing was answered"
     elif case == "foreign output":

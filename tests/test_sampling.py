@@ -33,6 +33,7 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation_hyperdflash import _Loop
 
 V = 5
@@ -197,6 +198,18 @@ def test_a_markov_head_and_a_confidence_head_keep_the_distribution(name):
     out = chain(target, 2000, 4, assistant_model=drafter, return_dict_in_generate=True, **options)
     assert len(set(out.speculation.num_drafts)) > 1
     assert 1.2 < out.speculation.acceptance_length < 3
+    assert_chain_of(exact_transition(target, warpers), out.sequences[0])
+
+
+@pytest.mark.parametrize("name", ["none", "cold top-k and top-p"])
+def test_the_native_mtp_module_keeps_the_distribution(name):
+    options, warpers = FILTERS[name]
+    target = table_target()
+    torch.manual_seed(3)
+    mtp = DeepseekV4MTP(target.config, max_drafts=2).eval()
+    torch.nn.init.normal_(target.lm_head.weight)  # the table's logits do not pass through it, the drafts' do
+    out = chain(target, 2000, 5, assistant_model=mtp, return_dict_in_generate=True, **options)
+    assert 1.2 < out.speculation.acceptance_length < 2.8
     assert_chain_of(exact_transition(target, warpers), out.sequences[0])
 
 

@@ -43,7 +43,7 @@ class Run:
     """One training run.
 
     Attributes:
-        group: `headline`, `ablations` or `heads`.
+        group: `headline`, `ablations`, `seeds`, `texts` or `heads`.
         drafter: options of the drafter that differ from the recipe's.
         settings: other `key=value` of the recipe.
         what: what it is there to show.
@@ -121,6 +121,11 @@ ABLATIONS = {
     "fc": ("dense projection of the paths", {"reducer": "fc"}, ()),
     "hidden-layers": ("intermediate layers, dense projection", HIDDEN, (HIDDEN_FEATURES,)),
     "dflash": ("the same without KL: vanilla DFlash", HIDDEN, ("kl_alpha=0", HIDDEN_FEATURES)),
+    "dflash-last-layers": (
+        "vanilla DFlash that reads the last three layers",
+        {**HIDDEN, "target_layer_ids": [3, 4, 5]},
+        ("kl_alpha=0", LAST_FEATURES),
+    ),
     "first-layer": (
         "the target's first layer alone: nearly the embeddings",
         {**HIDDEN, "target_layer_ids": [0]},
@@ -145,6 +150,12 @@ ABLATIONS = {
     "block-4": ("three drafts", {"block_size": 4}, ()),
     "block-10": ("nine drafts", {"block_size": 10}, ()),
 }
+SAMPLED = (
+    f'train_data=["{BUILD}/texts/sampled-*.jsonl"]',
+    f"features_dir={BUILD / 'features-sampled'}",
+    f"max_steps={ABLATION_STEPS}",
+    *NOT_CURVES,
+)
 HEADS = {
     "markov": (
         "HyperDFlash with a Markov head, and a confidence head, which teaches it nothing",
@@ -166,7 +177,13 @@ def runs() -> list[Run]:
     for name, (what, drafter, settings) in ABLATIONS.items():
         settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
         ablations.append(Run(f"ablation-{name}", "ablations", what, drafter, settings))
-    return [*_with_seeds("headline", METHODS), *ablations, *_with_seeds("heads", HEADS)]
+    for seed in SEEDS[1:]:  # of two ablations, to see what a difference between two of them means
+        for name in ("base", "dflash"):
+            what, drafter, settings = ABLATIONS[name]
+            settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
+            ablations.append(Run(f"ablation-{name}-{seed}", "seeds", what, drafter, settings, seed))
+    sampled = Run("texts-sampled", "texts", "trained on answers sampled at temperature 1 alone", {}, SAMPLED)
+    return [*_with_seeds("headline", METHODS), *ablations, sampled, *_with_seeds("heads", HEADS)]
 
 
 def _with_seeds(group: str, methods: dict) -> list[Run]:

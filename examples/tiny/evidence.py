@@ -4,7 +4,7 @@
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
-`baselines.py` and `paths.py`; `make tiny-baselines` and `make tiny-heads` run all of it.
+`baselines.py`, `paths.py`, `calibration.py` and `selector.py`; `make tiny-baselines` and `make tiny-heads` run them.
 """
 
 import argparse
@@ -41,7 +41,11 @@ HEADS = {
     "mean+markov:6": "mean + Markov",
     "dspark-like:6": "DSpark-like",
 }
-HYPERDFLASH, DFLASH = "hyperdflash:6", "dflash:6"
+TEXTS = {
+    "ablation-base/final": "all answers, a quarter of them sampled",
+    "texts-sampled/final": "answers sampled at temperature 1",
+}
+HEADLINE = ("hyperdflash", "mtp", "dflash", "mean", "fc")  # runs less their seed
 CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
     "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
     "mean-42": ("mean", "#56b4e9", "s"),
@@ -76,9 +80,18 @@ def means(rows: list[dict], name: str) -> list[float]:
     return [fmean(v) for v in values.values()]
 
 
-def overall(rows: list[dict], method: str, name: str, temperature: float) -> float:
-    """The mean of a method's figure over sets and checkpoints."""
-    return fmean(means(rows_of(rows, method, temperature), name))
+def figures(rows: list[dict], method: str, name: str, temperature: float) -> list[float]:
+    """A method's figure for each of its checkpoints; of `mtp:N`, of the better of the target's own module and the one
+    trained further."""
+    modules = [f"{method} (the target", f"{method} (mtp"] if method.startswith("mtp:") else [method]
+    return max((means(rows_of(rows, module, temperature), name) for module in modules), key=fmean)
+
+
+def ratio(rows: list[dict], method: str, other: str, name: str, temperature: float) -> str:
+    """Of a method's figure to another's, seed by seed."""
+    ours, theirs = (figures(rows, which, name, temperature) for which in (method, other))
+    theirs = theirs * len(ours) if len(theirs) == 1 else theirs
+    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -102,46 +115,34 @@ def speed_and_tau(group: str, methods: dict[str, str], temperature: float) -> st
     return table(header, lines)
 
 
-def positions(group: str, methods: dict[str, str]) -> str:
-    """The paper's Figure 1 in numbers: acceptance by position, mean over sets and seeds, temperature 0."""
+def positions(group: str, methods: dict[str, str], temperature: float) -> str:
+    """The paper's Figure 1 in numbers: acceptance by position, mean over sets and seeds."""
     rows = read_rows(group)
     lines = []
     for method, label in methods.items():
-        rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method)]
+        rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method, temperature)]
         rates = [fmean(column) for column in zip(*rates, strict=True)]
         lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
     return table(["method", *(str(k) for k in range(1, 7))], lines)
 
 
-def best_mtp(rows: list[dict], number: int, name: str, temperature: float) -> float:
-    """The better of the target's own module and the one trained further."""
-    modules = (f"mtp:{number} (the target", f"mtp:{number} (mtp")
-    return max(overall(rows, module, name, temperature) for module in modules)
+CLAIMS = (  # what, method it is compared with, figure, the paper's ratio at temperature 0 and 1 (non-thinking)
+    ("tau, HyperDFlash (6) / MTP (6)", "mtp:6", "acceptance_length", "1.20", "1.19"),
+    ("tau, HyperDFlash (6) / vanilla DFlash (6)", "dflash:6", "acceptance_length", "1.72", "1.67"),
+    ("speed-up, HyperDFlash (6) / MTP (3)", "mtp:3", "speedup", "1.24", "1.20"),
+    ("speed-up, HyperDFlash (6) / MTP (6)", "mtp:6", "speedup", "1.59", "1.60"),
+    ("speed-up, HyperDFlash (6) / vanilla DFlash (6)", "dflash:6", "speedup", "1.62", "1.55"),
+)
 
 
 def claims() -> str:
-    """Ratios of means over sets and seeds, the better MTP module counting, beside the paper's (non-thinking)."""
+    """Ratios of means over sets beside the paper's."""
     rows = read_rows("headline")
     lines = []
-    for temperature, paper in (
-        (0, ("1.20", "1.72", "1.24", "1.59", "1.62")),
-        (1, ("1.19", "1.67", "1.20", "1.60", "1.55")),
-    ):
-
-        def ours(name, method=HYPERDFLASH, temperature=temperature):
-            return overall(rows, method, name, temperature)
-
-        tau, speed = "acceptance_length", "speedup"
-        ratios = {
-            "tau, HyperDFlash (6) / MTP (6)": ours(tau) / best_mtp(rows, 6, tau, temperature),
-            "tau, HyperDFlash (6) / vanilla DFlash (6)": ours(tau) / ours(tau, DFLASH),
-            "speed-up, HyperDFlash (6) / MTP (3)": ours(speed) / best_mtp(rows, 3, speed, temperature),
-            "speed-up, HyperDFlash (6) / MTP (6)": ours(speed) / best_mtp(rows, 6, speed, temperature),
-            "speed-up, HyperDFlash (6) / vanilla DFlash (6)": ours(speed) / ours(speed, DFLASH),
-        }
-        for (what, ratio), theirs in zip(ratios.items(), paper, strict=True):
-            lines.append([what, str(temperature), f"{ratio:.2f}", theirs])
-    return table(["", "temperature", "tiny world", "paper"], lines)
+    for what, other, name, *paper in CLAIMS:
+        ours = [ratio(rows, "hyperdflash:6", other, name, temperature) for temperature in (0, 1)]
+        lines.append([what, ours[0], paper[0], ours[1], paper[1]])
+    return table(["", "temperature 0", "paper", "temperature 1", "paper"], lines)
 
 
 def rounds() -> str:
@@ -161,7 +162,7 @@ def training() -> str:
     """What each headline run was given."""
     lines = []
     for name, run in read_training().items():
-        if name.startswith("ablation"):
+        if name.rpartition("-")[0] not in HEADLINE:
             continue
         last = run["curve"][-1]["acceptance_length"] if run["curve"] else None
         cells = [
@@ -195,6 +196,32 @@ def ablations() -> str:
     return table(header, lines).replace("---:", "---", 1)
 
 
+def seeds() -> str:
+    """What three seeds of an ablation's budget make of tau."""
+    rows = read_rows("seeds")
+    lines = []
+    for method, label in (("hyperdflash:6", "`base`"), ("dflash:6", "`dflash`")):
+        tau = means(rows_of(rows, method), "acceptance_length")
+        lines.append([label, *(f"{value:.2f}" for value in tau), spread(tau)])
+    return table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
+
+
+def texts() -> str:
+    """tau of a drafter by the temperature of the text that it was trained on."""
+    rows = read_rows("texts")
+    lines = []
+    for checkpoint, label in TEXTS.items():
+        cells = []
+        for temperature in (0, 1):
+            own = [row for row in rows_of(rows, "hyperdflash:6", temperature) if row["checkpoint"] == checkpoint]
+            cells += [
+                f"{tau:.2f}" for tau in (*(row["acceptance_length"] for row in own), *means(own, "acceptance_length"))
+            ]
+        lines.append([label, *cells])
+    sets = list(dict.fromkeys(row["dataset"] for row in rows))
+    return table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
+
+
 def reducers() -> str:
     """The paper's Table 1: parameters and initialisation of the reducers, at V4-Flash and in the tiny world."""
     lines = []
@@ -222,7 +249,7 @@ def paths() -> str:
 
 
 def heads_claims() -> str:
-    """Ratios of means over sets and seeds, the better MTP module counting."""
+    """Ratios of means over sets."""
     rows = read_rows("heads")
     lines = []
     for name, what in (("acceptance_length", "tau"), ("speedup", "speed-up")):
@@ -233,12 +260,8 @@ def heads_claims() -> str:
             ("hyperdflash+markov:6", "dspark-like:6"),
             ("hyperdflash+markov+confidence:6", "hyperdflash+markov:6"),
         ):
-            cells = []
-            for temperature in (0, 1):
-                is_mtp = other == "mtp:6"
-                theirs = best_mtp(rows, 6, name, temperature) if is_mtp else overall(rows, other, name, temperature)
-                cells.append(f"{overall(rows, method, name, temperature) / theirs:.3f}")
-            lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP, the better')}", *cells])
+            cells = [ratio(rows, method, other, name, temperature) for temperature in (0, 1)]
+            lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP')}", *cells])
     return table(["", "temperature 0", "temperature 1"], lines)
 
 
@@ -250,15 +273,26 @@ def calibration() -> str:
     return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
 
 
+def selector() -> str:
+    """What the best path of a block would gain (`selector.py`)."""
+    found = json.loads((RESULTS / "heads" / "selector.json").read_text())
+    base = found["slot by slot"]
+    lines = [[name, f"{tau:.3f}", f"{tau / base - 1:+.1%}"] for name, tau in found.items()]
+    return table(["drafts", "tau", ""], lines)
+
+
 TABLES = {
     "evidence.md": {
         "headline, temperature 0": lambda: speed_and_tau("headline", METHODS, 0),
         "headline, temperature 1": lambda: speed_and_tau("headline", METHODS, 1),
         "claims": claims,
-        "positions": lambda: positions("headline", METHODS),
+        "positions, temperature 0": lambda: positions("headline", METHODS, 0),
+        "positions, temperature 1": lambda: positions("headline", METHODS, 1),
         "rounds": rounds,
         "training": training,
         "ablations": ablations,
+        "seeds": seeds,
+        "texts": texts,
         "reducers": reducers,
         "paths": paths,
     },
@@ -266,8 +300,10 @@ TABLES = {
         "heads, temperature 0": lambda: speed_and_tau("heads", HEADS, 0),
         "heads, temperature 1": lambda: speed_and_tau("heads", HEADS, 1),
         "claims": heads_claims,
-        "positions": lambda: positions("heads", HEADS),
+        "positions, temperature 0": lambda: positions("heads", HEADS, 0),
+        "positions, temperature 1": lambda: positions("heads", HEADS, 1),
         "calibration": calibration,
+        "selector": selector,
     },
 }
 
@@ -290,7 +326,7 @@ def draw_learning() -> None:
         by_tokens.plot(tokens, tau, **style)
         by_compute.plot([t * run["flops_per_token"] / 1e6 for t in tokens], tau, **style)
     by_tokens.set(xlabel="training tokens, millions", ylabel="tau, validation prompts, temperature 0")
-    by_compute.set(xlabel="training compute, TFLOP", xscale="log")
+    by_compute.set(xlabel="training compute without the target's, TFLOP", xscale="log")
     for axes in (by_tokens, by_compute):
         axes.grid(alpha=0.25)
     by_tokens.legend(frameon=False, fontsize="small")
