@@ -67,6 +67,7 @@ def drafter(build, one_process, request, monkeypatch):
         model=str(build / "sliding" / "target"), skip_tokenizer_init=True, max_model_len=512, speculative_config=spec
     )
     config = args.create_engine_config()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # the layers ask again
     config.model_config.dtype = torch.float32
     draft_model_config = config.speculative_config.draft_model_config
     draft_model_config.dtype = torch.float32
