@@ -115,6 +115,15 @@ def run_job():
         server.wait()
 
 
+@pytest.fixture
+def any_runner(monkeypatch):
+    """Configurations of any draft, where nothing is run: V1's runner takes no DSpark, and no sliding and full layers
+    in one drafter, and V2's does not do without Triton."""
+    from vllm.config import VllmConfig
+
+    monkeypatch.setattr(VllmConfig, "_validate_v1_model_runner", lambda config: None)
+
+
 @pytest.fixture(scope="session")
 def one_process(tmp_path_factory):
     """vLLM's groups of processes for one process, so that its layers can be built without an engine."""

@@ -46,15 +46,13 @@ class TorchAttention(nn.Module):
 
 
 @pytest.fixture
-def drafter(build, one_process, request, monkeypatch):
+def drafter(build, one_process, any_runner, request, monkeypatch):
     """The plug-in's draft model in fp32 with its file loaded, and what transformers computed."""
-    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    # No runner runs here: V1 would not take sliding and full layers in one drafter, V2 not do without Triton
-    monkeypatch.setattr(VllmConfig, "_validate_v1_model_runner", lambda config: None)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # as vLLM's CPU worker does
     folder = build / "sliding" / request.param
     spec = {

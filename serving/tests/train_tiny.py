@@ -24,10 +24,11 @@ from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hyperdflash.generation.init import new_drafter
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.batches import SampleDataset
 from hyperdflash.training.rows import progress_is_hidden
-from hyperdflash.training.target import OnlineFeatures
+from hyperdflash.training.target import OnlineFeatures, TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments
 
 TRAINED = BUILD / "trained"
@@ -92,15 +93,11 @@ def train_drafter(target, text: torch.Tensor, options: dict, steps: int, start=N
 
     Pieces of the text do for what the target would write: it is sampled from where acceptance is measured.
     """
-    torch.manual_seed(1)
-    drafter = HyperDFlashModel(drafter_config(target, **options))
-    with torch.no_grad():
-        if start is None:
-            for name in ("hc_fn", "hc_base", "hc_scale"):
-                getattr(drafter.reducer, name).copy_(getattr(target.model.hc_head, name))
-        else:
-            drafter.load_state_dict(start.state_dict(), strict=False)  # a head that it lacks is new
-            w1, w2 = pair_factors(text, options["markov_rank"])
+    drafter = new_drafter(drafter_config(target, **options), TargetHead.from_target(target).identity(), seed=1)
+    if start is not None:
+        drafter.load_state_dict(start.state_dict(), strict=False)  # a head that it lacks is new
+        w1, w2 = pair_factors(text, options["markov_rank"])
+        with torch.no_grad():
             drafter.markov_head.markov_w1.copy_(w1)
             drafter.markov_head.markov_w2.copy_(w2)
     row = {"loss_mask": [1] * LENGTH, "length": LENGTH, "source": "tiny"}
