@@ -26,8 +26,8 @@ PREFIXES = {"context_norm.": "hidden_norm.", "reducer.fc.": "fc."}
 LIBRARY_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 CONFIDENCE_IS_UNUSED = (
-    "The confidence head is in the file for the way back to transformers. vLLM does not use it: it verifies\n"
-    "`num_speculative_tokens` drafts in every round."
+    "The confidence head is in the file for the way back to transformers. vLLM does not use it:\n"
+    "`num_speculative_tokens` says how many drafts a round has."
 )
 
 QWEN3_FIELDS = (
@@ -116,12 +116,12 @@ def read_vllm(folder: str | Path) -> HyperDFlashModel:
             f"architecture than {ARCHITECTURE}"
         )
     config = _nested_config(folder, stored[NESTED])
-    expected = vllm_config(config)
-    for name in stored.keys() | expected.keys():
+    stored, expected = _by_field(stored), _by_field(vllm_config(config))
+    for name in sorted(stored.keys() | expected.keys()):
         if stored.get(name) != expected.get(name):
             raise ValueError(
-                f"{folder / CONFIG_FILE} contradicts itself: {name} is {stored.get(name)!r}, but {NESTED} gives "
-                f"{expected.get(name)!r}. Export the drafter again"
+                f"{folder / CONFIG_FILE} contradicts itself: {name} is {stored.get(name)!r}, but the drafter in "
+                f"{NESTED} has {expected.get(name)!r}. Export the drafter again"
             )
     back = {theirs: ours for ours, theirs in PREFIXES.items()}
     tensors = {_renamed(name, back): tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
@@ -138,6 +138,11 @@ def _nested_config(folder: Path, nested: dict) -> HyperDFlashConfig:
         return HyperDFlashConfig.from_dict(nested)
     except StrictDataclassError as error:
         raise ValueError(f"{folder / CONFIG_FILE}, {NESTED}: {error.__cause__ or error}") from error
+
+
+def _by_field(config: dict) -> dict:
+    """The drafter's own fields one by one."""
+    return {**config, NESTED: None, **{f"{NESTED}.{name}": value for name, value in config[NESTED].items()}}
 
 
 def _renamed(name: str, prefixes: dict[str, str]) -> str:

@@ -46,7 +46,7 @@ class Engine:
         self.capture = capture.RowCapture(target.config.hc_mult)
 
     def collective_rpc(self, name, args):
-        getattr(self.worker, name)(*args)
+        return [getattr(self.worker, name)(*args)]
 
     def run(self, row):
         with torch.no_grad():
@@ -63,12 +63,13 @@ def write(folder: Path, target) -> None:
     engine = Engine(target)
     for plan in features.find_plans(folder):
         for shard in features.read_plan(plan)[1]:
-            engine.collective_rpc("start_features", (shard["input_ids"],))
+            if (plan.parent / shard["file"]).exists():
+                continue
+            features.ask_workers(engine, "start_features", shard["input_ids"])
             for row in shard["input_ids"]:
                 engine.run(row)
-            engine.collective_rpc(
-                "write_features", (str(plan.parent / shard["file"]), shard["mark"], shard["input_ids"])
-            )
+            file = str(plan.parent / shard["file"])
+            features.ask_workers(engine, "write_features", file, shard["mark"], shard["input_ids"])
 
 
 def test_the_head_of_a_checkpoint_is_that_of_the_loaded_target(target):
@@ -113,7 +114,7 @@ def test_what_is_there_is_not_computed_again(recipe, target):
     assert features.write_all(folder, {}) == 0  # and vLLM is not even imported
 
 
-@pytest.mark.parametrize("problem", ["mark", "lengths", "nan", "dtype", "other data"])
+@pytest.mark.parametrize("problem", ["mark", "lengths", "nan", "dtype", "other data", "cut short"])
 def test_a_shard_that_is_not_the_planned_one_is_refused_by_name(recipe, target, capsys, problem):
     folder = recipe.parent / "features"
     assert cli.main(["features", str(recipe), "--vllm"]) == 0
@@ -123,6 +124,8 @@ def test_a_shard_that_is_not_the_planned_one_is_refused_by_name(recipe, target, 
     mark = features.read_plan(folder / "train" / features.PLAN)[1][0]["mark"]
     if problem == "other data":
         shutil.copy(folder / "eval" / file.name, file)
+    elif problem == "cut short":
+        file.write_bytes(file.read_bytes()[:-8])
     else:
         if problem == "lengths":
             tensors["offsets"][1] += 1
@@ -140,9 +143,14 @@ def test_a_shard_that_is_not_the_planned_one_is_refused_by_name(recipe, target, 
         "lengths": "does not hold the 2 samples that were planned",
         "nan": "NaN or infinite values",
         "dtype": "holds F32 instead of BF16",
+        "cut short": "cannot be read",
     }
     assert str(file) in error
     assert said[problem] in error
+    assert "Remove it" in error
+    file.unlink()
+    write(folder, target)
+    assert cli.main(["features", str(recipe), "--vllm"]) == 0
 
 
 def test_tapped_layers_are_refused_before_anything_is_written(recipe, capsys):
@@ -150,6 +158,16 @@ def test_tapped_layers_are_refused_before_anything_is_written(recipe, capsys):
     assert cli.main(["features", str(recipe), "--vllm", override]) == 1
     assert "leave out --vllm" in capsys.readouterr().err
     assert not (recipe.parent / "features").exists()
+
+
+def test_what_a_worker_finds_wrong_is_the_reason_that_the_command_gives(target, tmp_path):
+    engine = Engine(target)
+    features.ask_workers(engine, "start_features", [[5, 6]])
+    with pytest.raises(ValueError, match="1 of 1 sequences never went through the target"):
+        features.ask_workers(engine, "write_features", str(tmp_path / "shard"), "mark", [[5, 6]])
+    del engine.capture
+    with pytest.raises(ValueError, match="another class than the plug-in's serves the target"):
+        features.ask_workers(engine, "start_features", [[5, 6]])
 
 
 def test_a_shard_appears_whole_or_not_at_all(tmp_path, monkeypatch):

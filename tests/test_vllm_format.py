@@ -14,6 +14,7 @@ from tiny_v4 import tiny_drafter, tiny_target
 
 from hyperdflash.generation.cli import main
 from hyperdflash.serving.vllm_format import LIBRARY_FIELDS, read_vllm, vllm_config, write_vllm
+from hyperdflash.training.card import RUN_FILE
 from hyperdflash.training.export import export_drafter, round_to_bf16
 
 LAYER = {
@@ -191,12 +192,25 @@ def test_a_drafters_own_folder_is_not_read_as_a_served_one(target, tmp_path):
         read_vllm(tmp_path)
 
 
-def test_an_edited_config_is_refused_by_the_field(target, tmp_path):
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"sliding_window": 128}, "sliding_window is 128, but the drafter in hyperdflash_config has 64"),
+        ({"markov_gate": ...}, "hyperdflash_config.markov_gate is None, but .* has False"),
+    ],
+)
+def test_an_edited_config_is_refused_by_the_field(target, tmp_path, edit, message):
     folder = export(shaken(target), tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "sliding_window": 128}))
-    with pytest.raises(ValueError, match="sliding_window is 128, but hyperdflash_config gives 64"):
+    for name, value in edit.items():
+        if value is ...:
+            del config["hyperdflash_config"][name]
+        else:
+            config[name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message) as refused:
         read_vllm(folder)
+    assert len(str(refused.value)) < 300
 
 
 def test_missing_weights_are_refused_by_name(target, tmp_path):
@@ -213,6 +227,26 @@ def test_the_command_makes_the_folder_and_says_what_it_needs(target, tmp_path, c
     assert main(["export", str(tmp_path / "drafter"), str(tmp_path / "served"), "--format", "vllm"]) == 0
     assert "plug-in hyperdflash-vllm" in capsys.readouterr().out
     assert {path.name for path in (tmp_path / "served").iterdir()} == {"config.json", "model.safetensors", "README.md"}
+
+
+def test_a_served_folder_is_replaced_when_asked_and_nothing_else_of_vllms(target, tmp_path):
+    folder = export(shaken(target), tmp_path)
+    (folder / "stale.txt").touch()
+    export(shaken(target, reducer="mean"), tmp_path, overwrite=True)
+    assert read_vllm(folder).config.reducer == "mean"
+    assert not (folder / "stale.txt").exists()
+    (folder / "config.json").write_text('{"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}')
+    with pytest.raises(FileExistsError):
+        export(shaken(target), tmp_path, overwrite=True)
+
+
+def test_what_only_the_model_card_is_made_of_does_not_stop_the_folder_for_vllm(target, tmp_path):
+    drafter = tiny_drafter(target)
+    drafter.save_pretrained(tmp_path / "drafter")
+    (tmp_path / "drafter" / RUN_FILE).write_text("{")
+    with pytest.raises(ValueError, match=RUN_FILE):
+        export_drafter(tmp_path / "drafter", tmp_path / "hub")
+    assert export(drafter, tmp_path).is_dir()
 
 
 # ------------------------------------------------------------------------------------- the maths of vLLM's layers

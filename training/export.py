@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..generation.init import check_output, copy_custom_generate, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..serving.vllm_format import check_servable, write_vllm
+from ..serving.vllm_format import ARCHITECTURE, check_servable, write_vllm
 from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
 
 logger = logging.get_logger(__name__)
@@ -48,7 +48,7 @@ def export_drafter(
             weights or a LoRA adapter), or a drafter's.
         output: the folder to be made; it must not exist or be empty.
         run_dir: where the files lie that the card is written from; by default the run that the checkpoint is part of.
-        overwrite: replace `output` if it is a drafter's folder.
+        overwrite: replace `output` if it is a drafter's folder, in either format.
         format: `"hf"`, or `"vllm"` for the folder that vLLM's plug-in loads, which has no model card of the run.
 
     Returns the folder's path.
@@ -59,8 +59,8 @@ def export_drafter(
     """
     checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
     output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
-    run = read_run(checkpoint, run_dir)
-    if format == "hf" and run.has_picture():
+    run = read_run(checkpoint, run_dir) if format == "hf" else None
+    if run is not None and run.has_picture():
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
     if format == "vllm":
@@ -87,14 +87,15 @@ def _check_replaceable(output: str | Path, checkpoint: Path) -> Path:
     except FileExistsError:
         if checkpoint.is_relative_to(output):
             raise ValueError(f"{output} holds the checkpoint itself, {checkpoint}: choose another folder") from None
-        if _model_type(output) != "hyperdflash":
+        config = _config(output)
+        if config.get("model_type") != "hyperdflash" and config.get("architectures") != [ARCHITECTURE]:
             raise
         return output
 
 
-def _model_type(folder: Path) -> str | None:
+def _config(folder: Path) -> dict:
     path = folder / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("model_type") if path.is_file() else None
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 # ---------------------------------------------------------------------------------------------------- which checkpoint
@@ -154,7 +155,7 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
             f"{checkpoint} holds FSDP's shards and no whole drafter: go on with the run for a step with "
             "fsdp_state_dict_type FULL_STATE_DICT, and export that checkpoint"
         )
-    model_type = _model_type(checkpoint)
+    model_type = _config(checkpoint).get("model_type")
     if model_type != "hyperdflash":
         found = f"a config.json of model_type {model_type!r}" if model_type else "no config.json"
         raise ValueError(f"{checkpoint} is no drafter's folder, checkpoint or run: it has {found}")

@@ -94,7 +94,10 @@ def adopt_shards(writer: FeatureWriter) -> int:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = writer.record(index, path.stat().st_size, digest)
-        _check_shard(writer, record, samples)
+        try:
+            _check_shard(writer, record, samples)
+        except ValueError as error:
+            raise ValueError(f"{error}. Remove it, and vLLM writes it again") from error
         writer.enter(record)
         adopted += 1
     return adopted
@@ -107,9 +110,9 @@ def _check_shard(writer: FeatureWriter, record: dict, samples: range) -> None:
         shape = [want[-1], *writer.manifest.token_shapes["context"]]
         context = file.get_slice("context")
         if file.get_tensor("offsets").tolist() != want or context.get_shape() != shape:
-            raise ValueError(f"{path} does not hold the {len(samples)} samples that were planned: remove it")
+            raise ValueError(f"{path} does not hold the {len(samples)} samples that were planned")
         if context.get_dtype() != "BF16":
-            raise ValueError(f"{path} holds {context.get_dtype()} instead of BF16: remove it")
+            raise ValueError(f"{path} holds {context.get_dtype()} instead of BF16")
         for start, stop in zip(want[:-1], want[1:], strict=True):
             if not is_finite(context[start:stop]):
-                raise ValueError(f"{path} holds NaN or infinite values: remove it")
+                raise ValueError(f"{path} holds NaN or infinite values")

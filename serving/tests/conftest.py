@@ -6,7 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# For this process and all that it starts
+os.environ.update(
+    {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+)
 
 import pytest
 import torch
@@ -53,14 +63,14 @@ def engine(build, run_job, tmp_path_factory):
             **job,
         }
         if drafter is not None:
-            job["speculative_config"] = {
+            spec = {
                 "method": "dflash",
                 "model": str(build / target / drafter),
                 "num_speculative_tokens": drafts,
                 "kv_cache_dtype": "bfloat16",
                 **spec,
             }
-            job["speculative_config"] = {k: v for k, v in job["speculative_config"].items() if v is not None}
+            job["speculative_config"] = {name: value for name, value in spec.items() if value is not None}
         key = json.dumps(job, sort_keys=True)
         if key not in results:
             results[key] = run_job(job, tmp_path_factory.mktemp("engine"))
@@ -105,13 +115,21 @@ def run_job():
         server.wait()
 
 
-@pytest.fixture(scope="session")
-def one_process():
-    """vLLM's groups of processes for one process, so that its layers can be built without an engine."""
-    import tempfile
+@pytest.fixture
+def any_runner(monkeypatch):
+    """Configurations of any draft, where nothing is run: V1's runner takes no DSpark, and no sliding and full layers
+    in one drafter, and V2's does not do without Triton."""
+    from vllm.config import VllmConfig
 
+    monkeypatch.setattr(VllmConfig, "_validate_v1_model_runner", lambda config: None)
+
+
+@pytest.fixture(scope="session")
+def one_process(tmp_path_factory):
+    """vLLM's groups of processes for one process, so that its layers can be built without an engine."""
     from vllm.distributed import parallel_state
 
+    meeting = tmp_path_factory.mktemp("group") / "file"
     parallel_state.init_distributed_environment(
-        world_size=1, rank=0, distributed_init_method=f"file://{tempfile.mktemp()}", local_rank=0, backend="gloo"
+        world_size=1, rank=0, distributed_init_method=f"file://{meeting}", local_rank=0, backend="gloo"
     )

@@ -101,6 +101,23 @@ def block_outermost_layout() -> None:
     )
 
 
+def prefix_caching() -> None:
+    """Cached prefixes and prefills in chunks, which vLLM switches off for DeepSeek-V4 on a CPU without AMX. That its
+    kernels take them there, too, is for a test to show."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    stock = CpuPlatform.check_and_update_config
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+        kept = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        stock(vllm_config)
+        scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = kept
+
+    replace("vllm.platforms.cpu", "CpuPlatform.check_and_update_config", check_and_update_config)
+
+
 def triton_interpreter() -> None:
     """Triton's kernels run as numpy, and vLLM takes Triton for installed. Call it before vLLM is imported."""
     os.environ["TRITON_INTERPRET"] = "1"

@@ -111,14 +111,19 @@ def drafter_config(target, **kwargs) -> HyperDFlashConfig:
     )
 
 
-def random_drafter(target, *, seed: int = 1, **kwargs) -> HyperDFlashModel:
-    """Random weights around the inherited gate, no norm at one."""
+def random_drafter(target, *, seed: int = 1, loud: bool = False, **kwargs) -> HyperDFlashModel:
+    """Random weights around the inherited gate, no norm at one.
+
+    It drafts the mask's own token, whatever the context; a loud one drafts what its layers find there.
+    """
     torch.manual_seed(seed)
-    drafter = HyperDFlashModel(drafter_config(target, **kwargs)).eval()
+    drafter = HyperDFlashModel(drafter_config(target, **kwargs, **({"initializer_range": 0.3} if loud else {}))).eval()
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             if parameter.ndim == 1 or "path_norm" in name:
                 parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+            if loud and "q_norm" in name:
+                parameter.mul_(8)  # a few positions decide, not the mean of all
         if drafter.config.reducer == "hc_gate":
             head = target.model.hc_head
             for name in ("hc_fn", "hc_base", "hc_scale"):
@@ -207,9 +212,9 @@ def export(drafter, folder: Path) -> None:
 
 def export_stock(target, folder: Path) -> None:
     """A vanilla DFlash draft of two tapped layers, as others publish them: no class of ours serves it."""
-    drafter = random_drafter(target, context_source="hidden_layers", target_layer_ids=[0, 1], reducer="fc")
-    source = random_drafter(target, reducer="fc").config
-    config = vllm_config(source)
+    layers = {"context_source": "hidden_layers", "target_layer_ids": [0, 1]}
+    drafter = random_drafter(target, loud=True, reducer="fc", **layers)
+    config = vllm_config(drafter_config(target, reducer="fc"))
     del config[NESTED]
     config["architectures"] = ["DFlashDraftModel"]
     config["dflash_config"]["target_layer_ids"] = [0, 1]
@@ -247,14 +252,15 @@ def main() -> None:
     for name, layer_types in LAYERS.items():
         target = peaky_target(layer_types)
         save_official(target, BUILD / name / "target")
-        export(silent_drafter(target), BUILD / name / "silent")
-        export(random_drafter(target), BUILD / name / "random")
         export(chain_drafter(target), BUILD / name / "chain")
         if name == "sliding":
-            full = ["full_attention"] * 2
+            full = "full_attention"
+            export(silent_drafter(target), BUILD / name / "silent")
+            export(random_drafter(target), BUILD / name / "random")
             for reducer in ("mean", "fc"):
                 export(random_drafter(target, reducer=reducer), BUILD / name / reducer)
-            export(random_drafter(target, layer_types=full), BUILD / name / "full")
+            export(random_drafter(target, layer_types=[full] * 2, loud=True), BUILD / name / "full")
+            export(random_drafter(target, layer_types=[SLIDING, full]), BUILD / name / "both")
             export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
             export(markov_drafter(target), BUILD / name / "markov")
             export_stock(target, BUILD / name / "stock")

@@ -1,10 +1,12 @@
-"""Engines, each in a process of its own: `python serving/tests/run_engine.py v1` (or v2) in vLLM's environment.
+"""Engines, each in a process of its own: `python serving/tests/run_engine.py v1` (or v2), as `conftest.py` starts it.
 
 It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
-`max_tokens`, and optionally `speculative_config`, `sampling` (of `SamplingParams`), `watch` (compare what the drafter
-gets with the target's residual), `skip_copy` (break vLLM: the residual buffer stays as it is) and `plugins`
-(VLLM_PLUGINS). The result has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` (accepted drafts
-of each, by prompt) and `watched`, or `error`, the refusal.
+`max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
+(of prefixes, see the shim), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
+`BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
+`plugins` (VLLM_PLUGINS). The result has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
+`drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
+`error`, the refusal.
 
 A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
 `options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
@@ -14,6 +16,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,82 +24,50 @@ import cpu_shim
 import torch
 from safetensors.torch import save_file
 
-SETTINGS = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_NO_USAGE_STATS": "1",
-}
 
-
-class Watch:
-    """Keeps the residual that hc_head collapses, and compares the drafter's input with it, bit for bit."""
-
-    def __init__(self):
-        self.calls, self.equal, self.rows = 0, 0, 0
-        from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
-
-        from hyperdflash_vllm.draft import DFlashHyperDraftModel
-
-        collapse, combine = DeepseekV4Model.forward, DFlashHyperDraftModel.combine_hidden_states
-        watch = self
-
-        def forward(model, *args, **kwargs):
-            stock = model.hc_head_op.forward
-
-            def keep(hidden_states, *rest):
-                watch.residual = hidden_states.flatten(1).clone()
-                return stock(hidden_states, *rest)
-
-            model.hc_head_op.forward = keep
-            try:
-                return collapse(model, *args, **kwargs)
-            finally:
-                model.hc_head_op.forward = stock
-
-        def combine_hidden_states(model, hidden_states):
-            rows = hidden_states.shape[0]
-            watch.calls += 1
-            watch.rows += rows
-            watch.equal += bool((hidden_states == watch.residual[:rows]).all())
-            return combine(model, hidden_states)
-
-        DeepseekV4Model.forward, DFlashHyperDraftModel.combine_hidden_states = forward, combine_hidden_states
-
-    def result(self) -> dict:
-        return {"calls": self.calls, "equal": self.equal, "rows": self.rows}
-
-
-def keep_forwards() -> list[tuple]:
-    """Ids, positions, and what hc_head collapses, of every forward from now on."""
+def tap_residual(keep) -> None:
+    """`keep(input_ids, positions, residual)` in every forward from now on; the residual is what hc_head collapses."""
     from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
 
-    seen, stock = [], DeepseekV4Model.forward
+    stock = DeepseekV4Model.forward
 
     def forward(model, input_ids, positions, *args, **kwargs):
         collapse = model.hc_head_op.forward
 
-        def keep(hidden_states, *rest):
-            seen.append((input_ids.clone(), positions.clone(), hidden_states.clone()))
+        def tapped(hidden_states, *rest):
+            keep(input_ids.clone(), positions.clone(), hidden_states.clone())
             return collapse(hidden_states, *rest)
 
-        model.hc_head_op.forward = keep
+        model.hc_head_op.forward = tapped
         try:
             return stock(model, input_ids, positions, *args, **kwargs)
         finally:
             model.hc_head_op.forward = collapse
 
     DeepseekV4Model.forward = forward
-    return seen
+
+
+def watch_drafter() -> dict[str, int]:
+    """From now on: calls of the drafter's reducer, and how many got the last residual bit for bit."""
+    from hyperdflash_vllm.draft import DFlashHyperDraftModel
+
+    watched, last, combine = {"calls": 0, "equal": 0}, {}, DFlashHyperDraftModel.combine_hidden_states
+
+    def combine_hidden_states(model, hidden_states):
+        watched["calls"] += 1
+        watched["equal"] += torch.equal(hidden_states, last["residual"][: len(hidden_states)].flatten(1))
+        return combine(model, hidden_states)
+
+    tap_residual(lambda ids, positions, residual: last.update(residual=residual))
+    DFlashHyperDraftModel.combine_hidden_states = combine_hidden_states
+    return watched
 
 
 def write_features(job: dict) -> dict:
     from hyperdflash_vllm import features
 
-    seen = keep_forwards()
+    seen = []
+    tap_residual(lambda *forward: seen.append(forward))
     status = features.main([job["features"], "--model", job["target"], *job["options"]])
     if status == 0:
         ids, positions, residuals = (torch.cat(parts) for parts in zip(*seen, strict=True))
@@ -104,8 +75,11 @@ def write_features(job: dict) -> dict:
     return {"status": status, "forwards": len(seen)}
 
 
+# ------------------------------------------------------------------------------------------- vLLM as it might become
+
+
 def skip_copy() -> None:
-    """The target without the copy into its buffer, which stays allocated."""
+    """Nothing is copied into the target's buffer, which stays allocated."""
     from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
 
     stock = DeepseekV4Model.forward
@@ -120,26 +94,74 @@ def skip_copy() -> None:
     DeepseekV4Model.forward = forward
 
 
-def keep_rounds() -> dict[str, list[int]]:
-    """The accepted drafts of every round from now on, by request."""
+def change_buffer(change) -> None:
+    """The target is made with another buffer."""
+    from vllm.models.deepseek_v4.cpu.model import DeepseekV4Model
+
+    stock = DeepseekV4Model.__init__
+
+    def __init__(model, **kwargs):
+        stock(model, **kwargs)
+        model._mtp_hidden_buffer = change(model._mtp_hidden_buffer)
+
+    DeepseekV4Model.__init__ = __init__
+
+
+def pass_window() -> None:
+    """The target's window reaches the draft's layers."""
+    from hyperdflash_vllm import draft
+
+    draft.without_target_window = nullcontext
+
+
+def serve_stock_target(name: str = "DeepseekV4ForCausalLM") -> None:
+    """vLLM's own class has the last word on the target, under this name."""
+    from vllm import ModelRegistry
+    from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    ModelRegistry.register_model(name, DeepseekV4ForCausalLM)
+
+
+BROKEN = {
+    "skipped copy": skip_copy,
+    "no buffer": lambda: change_buffer(lambda buffer: None),
+    "narrow buffer": lambda: change_buffer(lambda buffer: buffer[:, : buffer.shape[1] // 2]),
+    "passed window": pass_window,
+    "stock target": serve_stock_target,
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- engines
+
+
+def keep_rounds() -> tuple[dict[str, list], dict[str, list]]:
+    """Of every round from now on, by request: how many drafts were accepted, and the drafts."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    rounds, stock = {}, Scheduler.make_spec_decoding_stats
+    rounds, drafts = {}, {}
+    stock, update = Scheduler.make_spec_decoding_stats, Scheduler.update_from_output
 
     def make_spec_decoding_stats(scheduler, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs):
         if num_draft_tokens:
             rounds.setdefault(kwargs["request_id"], []).append(num_accepted_tokens)
         return stock(scheduler, stats, num_draft_tokens, num_accepted_tokens, *args, **kwargs)
 
-    Scheduler.make_spec_decoding_stats = make_spec_decoding_stats
-    return rounds
+    def update_from_output(scheduler, scheduler_output, model_runner_output):
+        for request, tokens in scheduler_output.scheduled_spec_decode_tokens.items():
+            drafts.setdefault(request, []).append(list(tokens))
+        return update(scheduler, scheduler_output, model_runner_output)
+
+    Scheduler.make_spec_decoding_stats, Scheduler.update_from_output = make_spec_decoding_stats, update_from_output
+    return rounds, drafts
 
 
 def read_metrics(llm) -> dict:
-    """vLLM's own counters of drafting; a vector stays a list."""
+    """vLLM's own counters of drafting and of the prefix cache; a vector stays a list."""
     found = {}
     for metric in llm.get_metrics():
-        if "spec_decode" in metric.name:
+        if "spec_decode" in metric.name or "prefix_cache" in metric.name:
             found[metric.name] = getattr(metric, "values", getattr(metric, "value", None))
     return found
 
@@ -156,46 +178,51 @@ def top_two_gaps(logprobs) -> list[float]:
 def generate(job: dict) -> dict:
     from vllm import LLM, SamplingParams
 
-    if job.get("skip_copy"):
-        skip_copy()
+    options = {"speculative_config": job["speculative_config"]} if "speculative_config" in job else {}
+    if job.get("caching"):
+        cpu_shim.prefix_caching()
+    if "broken" in job:
+        BROKEN[job["broken"]]()
+    if "architecture" in job:
+        serve_stock_target(job["architecture"])
+        options["hf_overrides"] = {"architectures": [job["architecture"]]}
     llm = LLM(
         model=job["target"],
         skip_tokenizer_init=True,
         enforce_eager=True,
-        max_model_len=512,
-        max_num_batched_tokens=512,
         max_num_seqs=max(map(len, job["batches"])),
         seed=0,
         disable_log_stats=False,
-        **({"speculative_config": job["speculative_config"]} if job.get("speculative_config") else {}),
+        **{"max_model_len": 512, "max_num_batched_tokens": 512, **options, **job.get("options", {})},
     )
     # The profiling run has no requests of its own; what is watched are the batches
-    watch = Watch() if job.get("watch") else None
-    tokens, gaps, rounds = [], [], keep_rounds()
+    watched = watch_drafter() if job.get("watch") else None
+    tokens, gaps, (rounds, drafts) = [], [], keep_rounds()
     sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": job["max_tokens"]}
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
         gaps += [top_two_gaps(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
-    in_order = [rounds[name] for name in sorted(rounds, key=lambda name: int(name.split("-")[0]))]
+    in_order = sorted(rounds, key=lambda name: int(name.split("-")[0]))
     return {
         "tokens": tokens,
         "gaps": gaps,
         "metrics": read_metrics(llm),
-        "rounds": in_order,
-        "watched": watch and watch.result(),
+        "rounds": [rounds[name] for name in in_order],
+        "drafts": [drafts[name] for name in in_order],
+        "watched": watched,
     }
 
 
 def run_job(job_file: str, result_file: str) -> None:
-    """Run one job in this process. A refusal is a result; anything else ends it."""
+    """Run one job in this process. A refusal is a result, also one of a worker, which arrives as a plain error."""
     job = json.loads(Path(job_file).read_text())
     if "plugins" in job:
         os.environ["VLLM_PLUGINS"] = job["plugins"]
     try:
         result = write_features(job) if "features" in job else generate(job)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}"}
     Path(result_file).write_text(json.dumps(result))
@@ -206,7 +233,7 @@ def serve(runner: str) -> None:
 
     A line goes to stdout when it has ended. Nothing that a job changes is seen by the next.
     """
-    os.environ.update(SETTINGS)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
     if runner == "v2":
         cpu_shim.triton_interpreter()

@@ -1,8 +1,11 @@
 """Features that vLLM's engine writes are the target's residual, bit for bit, and training reads them."""
 
 import json
+import os
 import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -64,6 +67,22 @@ def test_the_shards_hold_the_residual_of_the_forwards_bit_for_bit(write, split, 
 
 def test_several_sequences_share_a_forward(write):
     assert write("v1")["forwards"] < 12 + 2  # rows, and vLLM's own runs before them
+
+
+def test_the_command_writes_them_with_an_engine_in_a_process_of_its_own(build, write, tmp_path):
+    """As it runs without the tests: every shard of one split, and of the other the reason why there is none."""
+    store = shutil.copytree(build / "features" / "store", tmp_path / "store")
+    plan = store / "train" / "vllm-plan.jsonl"
+    plan.write_text(plan.read_text().replace('"file": "', '"file": "gone/'))
+    command = [sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "features", str(store), *SMALL]
+    command += ["--model", str(build / "sliding" / "target")]
+    done = subprocess.run(command, env={**os.environ, "WITH_SHIM": "1"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "\nhyperdflash_vllm.features: [Errno 2] No such file or directory" in done.stderr
+    assert "Traceback" not in done.stderr
+    shards = sorted(store.rglob("shard-*"))
+    assert [path.parent.name for path in shards] == ["eval"]
+    assert shards[0].read_bytes() == (write("v1")["store"] / "eval" / shards[0].name).read_bytes()
 
 
 def test_training_reads_them(build, write, main_python, tmp_path):

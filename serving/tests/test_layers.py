@@ -46,7 +46,7 @@ class TorchAttention(nn.Module):
 
 
 @pytest.fixture
-def drafter(build, one_process, request, monkeypatch):
+def drafter(build, one_process, any_runner, request, monkeypatch):
     """The plug-in's draft model in fp32 with its file loaded, and what transformers computed."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed.parallel_state import ensure_model_parallel_initialized
@@ -65,6 +65,7 @@ def drafter(build, one_process, request, monkeypatch):
         model=str(build / "sliding" / "target"), skip_tokenizer_init=True, max_model_len=512, speculative_config=spec
     )
     config = args.create_engine_config()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")  # the layers ask again
     config.model_config.dtype = torch.float32
     draft_model_config = config.speculative_config.draft_model_config
     draft_model_config.dtype = torch.float32
@@ -85,7 +86,7 @@ def draft_states(model, want) -> torch.Tensor:
         return model(want.get("ids"), torch.arange(C, C + K), want["embeds"])
 
 
-@pytest.mark.parametrize("drafter", ["random", "full", "mean", "fc", "inherited", "markov"], indirect=True)
+@pytest.mark.parametrize("drafter", ["random", "full", "both", "mean", "fc", "inherited", "markov"], indirect=True)
 def test_vllms_layers_compute_the_drafters_states(drafter):
     model, want = drafter
     torch.testing.assert_close(draft_states(model, want), want["states"], atol=2e-4, rtol=1e-3)

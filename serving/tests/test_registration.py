@@ -1,5 +1,9 @@
 """The entry point: what it registers, as often as it is called, and what it leaves alone."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 
 from hyperdflash_vllm import register
@@ -14,8 +18,17 @@ def registry():
     return ModelRegistry
 
 
-def test_vllm_finds_the_plugin_by_its_entry_point(registry):
-    assert "DFlashHyperDraftModel" in registry.get_supported_archs()
+def test_vllm_finds_the_plugin_by_its_entry_point_and_imports_no_model_for_it():
+    """In a process of its own, as each of vLLM's."""
+    script = (
+        "import sys; from vllm import ModelRegistry; from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins(); print('DFlashHyperDraftModel' in ModelRegistry.get_supported_archs(), *sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found, *modules = done.stdout.splitlines()[-1].split()
+    assert found == "True"
+    assert "hyperdflash_vllm.checks" in modules
+    assert not {"hyperdflash_vllm.draft", "hyperdflash_vllm.target", "vllm.models.deepseek_v4"} & set(modules)
 
 
 def test_registering_again_changes_nothing(registry):
@@ -42,3 +55,24 @@ def test_a_folder_for_transformers_is_refused_with_the_command(registry, build):
 
     with pytest.raises(ValueError, match="hyperdflash export DRAFTER OUT --format vllm"):
         get_config(str(build / "sliding" / "silent" / "hf"), trust_remote_code=False)
+
+
+def test_the_native_drafts_of_v4_are_none_of_ours(registry, build, tmp_path, any_runner):
+    """vLLM's own configurations of MTP and DSpark, neither of which runs on a CPU."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    from hyperdflash_vllm.checks import draft_config
+
+    config = json.loads((build / "sliding" / "target" / "config.json").read_text())
+    native = {"num_nextn_predict_layers": 1, "dspark_block_size": 3, "dspark_target_layer_ids": [0, 1]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **native}))
+    for method, architecture in (("mtp", "DeepSeekV4MTPModel"), ("dspark", "DSparkDraftModel")):
+        args = EngineArgs(
+            model=str(tmp_path),
+            skip_tokenizer_init=True,
+            max_model_len=512,
+            speculative_config={"method": method, "num_speculative_tokens": 1},
+        )
+        speculative = args.create_engine_config().speculative_config
+        assert speculative.draft_model_config.architectures == [architecture]
+        assert draft_config(speculative) is None

@@ -1,10 +1,12 @@
 """A DeepSeek-V4 that both engines take, and a drafter for it, really trained: acceptance in vLLM against transformers.
 
     .venv/bin/python serving/tests/train_tiny.py make                            # minutes; serving/build/trained
-    .venv/bin/python serving/tests/train_tiny.py replay DRAFTER SEQUENCES OUT    # its rounds on given sequences
+    .venv/bin/python serving/tests/train_tiny.py replay DRAFTER SEQUENCES OUT    # its rounds on given sequences, and
+                                                                 # with --without-head those of its layers alone
 
 The text is the standard library's own source, byte by byte: pieces of it train the target (three sliding layers), and
-the drafter, which goes on with a sequential head as a second one. `replay` decodes nothing: it drafts along the
+the drafter, which goes on with a sequential head as a second one. Minutes would not teach the head much: it starts as
+what the text's pairs of bytes say. `replay` decodes nothing: it drafts along the
 sequences that vLLM wrote and counts how many drafts each round would have had accepted. A target that is finished is
 not made again.
 """
@@ -16,16 +18,17 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from make_tiny import BUILD, LAYERS, MASK_TOKEN_ID, drafter_config, export, target_config
+from make_tiny import BUILD, LAYERS, MASK_TOKEN_ID, VOCAB_SIZE, drafter_config, export, target_config
 from official import save_official
 from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
+from hyperdflash.generation.init import new_drafter
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.batches import SampleDataset
 from hyperdflash.training.rows import progress_is_hidden
-from hyperdflash.training.target import OnlineFeatures
+from hyperdflash.training.target import OnlineFeatures, TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments
 
 TRAINED = BUILD / "trained"
@@ -48,6 +51,15 @@ def pieces(text: torch.Tensor, number: int, length: int, seed: int) -> torch.Lon
     """`(number, length)` pieces of the text at random places."""
     starts = torch.randint(len(text) - length, (number,), generator=torch.Generator().manual_seed(seed))
     return torch.stack([text[i : i + length] for i in starts.tolist()])
+
+
+def pair_factors(text: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`w1`, `w2` `(V, rank)`: `w2 @ w1[a]` is about log p(b after a) - log p(b), by the pairs of the text."""
+    counts = torch.full((VOCAB_SIZE, VOCAB_SIZE), 0.1)
+    counts.index_put_((text[:-1], text[1:]), torch.ones(len(text) - 1), accumulate=True)
+    after, alone = counts / counts.sum(1, keepdim=True), counts.sum(0) / counts.sum()
+    U, S, V = torch.svd(after.log() - alone.log())
+    return tuple(side[:, :rank] * S[:rank].sqrt() for side in (U, V))
 
 
 def train_target(text: torch.Tensor) -> DeepseekV4ForCausalLM:
@@ -81,14 +93,13 @@ def train_drafter(target, text: torch.Tensor, options: dict, steps: int, start=N
 
     Pieces of the text do for what the target would write: it is sampled from where acceptance is measured.
     """
-    torch.manual_seed(1)
-    drafter = HyperDFlashModel(drafter_config(target, **options))
+    drafter = new_drafter(drafter_config(target, **options), TargetHead.from_target(target).identity(), seed=1)
     if start is not None:
         drafter.load_state_dict(start.state_dict(), strict=False)  # a head that it lacks is new
-    else:
+        w1, w2 = pair_factors(text, options["markov_rank"])
         with torch.no_grad():
-            for name in ("hc_fn", "hc_base", "hc_scale"):
-                getattr(drafter.reducer, name).copy_(getattr(target.model.hc_head, name))
+            drafter.markov_head.markov_w1.copy_(w1)
+            drafter.markov_head.markov_w2.copy_(w2)
     row = {"loss_mask": [1] * LENGTH, "length": LENGTH, "source": "tiny"}
     samples = pieces(text, steps * BATCH, LENGTH, seed=steps)
     rows = Dataset.from_list([{"input_ids": ids, **row} for ids in samples.tolist()])
@@ -170,11 +181,13 @@ def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]
     return rounds
 
 
-def replay(name: str, sequences: Path, out: Path) -> None:
+def replay(name: str, sequences: Path, out: Path, without_head: bool) -> None:
     """SEQUENCES is a list of `{"ids", "num_prompt"}`; OUT becomes the rounds of each, by the drafter of that name."""
     target = load_target(torch.bfloat16)
     drafter = HyperDFlashModel.from_pretrained(TRAINED / name / "hf", dtype=torch.bfloat16).eval()
     drafter.confidence_head = None  # all drafts are verified, as in vLLM
+    if without_head:
+        drafter.markov_head = None
     items = json.loads(sequences.read_text())
     rounds = [replay_rounds(target, drafter, **item) for item in tqdm(items, desc="replay", disable=None)]
     out.write_text(json.dumps(rounds))
@@ -188,10 +201,11 @@ def main() -> None:
     replayed.add_argument("name", choices=DRAFTERS)
     replayed.add_argument("sequences", type=Path)
     replayed.add_argument("out", type=Path)
+    replayed.add_argument("--without-head", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    make() if args.command == "make" else replay(args.name, args.sequences, args.out)
+    make() if args.command == "make" else replay(args.name, args.sequences, args.out, args.without_head)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A forward holds several requests end to end. Which rows are whose is read from the forward's own inputs: a request
 starts where the position is 0, and its token ids say which sequence it is. What does not match a wanted sequence is
-left alone; a sequence that was cut in pieces is missing at the end, and named.
+left alone; a sequence that was cut in pieces is missing at the end, and named. Rows of padding, position 0 every one,
+look like sequences of one token, which no plan has: an anchor needs a token before it and one behind.
 
 Legend: T tokens, m residual paths, D hidden.
 """
@@ -56,18 +57,23 @@ class RowCapture:
 
 class FeatureWorker:
     """What vLLM's worker is asked for, by name (`worker_extension_cls`). All workers hold the same residual; the first
-    keeps it."""
+    keeps it. What goes wrong is returned: an error would leave vLLM's processes as a plain one with a traceback."""
 
-    def start_features(self, rows: list[list[int]]) -> None:
+    def start_features(self, rows: list[list[int]]) -> str | None:
         """Before the sequences are run."""
+        if not hasattr(self.get_model(), "capture"):
+            return "another class than the plug-in's serves the target: does VLLM_PLUGINS leave hyperdflash out?"
         if self.rank == 0:
             self.get_model().capture.start(rows)
 
-    def write_features(self, file: str, mark: str, rows: list[list[int]]) -> None:
-        """After that: write the shard, whole or not at all. Raises as `RowCapture.shard`."""
+    def write_features(self, file: str, mark: str, rows: list[list[int]]) -> str | None:
+        """After that: write the shard, whole or not at all."""
         if self.rank == 0:
-            tensors = self.get_model().capture.shard(rows)
-            write_whole(Path(file), save(tensors, {"shard": mark}))
+            try:
+                tensors = self.get_model().capture.shard(rows)
+                write_whole(Path(file), save(tensors, {"shard": mark}))
+            except (ValueError, OSError) as error:
+                return str(error)
 
 
 def write_whole(file: Path, content: bytes) -> None:

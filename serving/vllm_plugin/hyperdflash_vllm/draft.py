@@ -51,7 +51,7 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
             self.biased_dtype = vllm_config.model_config.head_dtype if sampled else torch.float32
         if nested["draft_confidence"]:
             logger.warning_once(
-                "The drafter's confidence head is not used: vLLM verifies %d drafts in every round", self.num_drafts
+                "The drafter's confidence head is not used: num_speculative_tokens says how many drafts a round has"
             )
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:

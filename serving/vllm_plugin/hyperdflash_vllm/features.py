@@ -12,10 +12,16 @@ import json
 import sys
 from pathlib import Path
 
-from .checks import FEATURES
+from .checks import FEATURES, check_features_setup
 
 PLAN, FORMAT = "vllm-plan.jsonl", "hyperdflash-vllm-plan-1"
 BATCH_TOKENS = 8192
+# Options of the engine that are not the user's, and why
+TAKEN = {
+    "speculative_config": "features come from the target alone",
+    "additional_config": "the plan's target is handed on in it",
+    "worker_extension_cls": "it is the class that writes the shards",
+}
 
 
 def read_plan(file: Path) -> tuple[dict, list[dict]]:
@@ -46,8 +52,14 @@ def make_batches(rows: list[list[int]], max_tokens: int, max_rows: int) -> list[
 
 def engine_options(options: dict, target: dict, longest: int) -> dict:
     """What `LLM` is given. Raises `ValueError` for an option that would lose rows."""
-    if options.get("speculative_config"):
-        raise ValueError("speculative_config is for serving: leave it out, features come from the target alone")
+    for name, reason in TAKEN.items():
+        if options.get(name):
+            raise ValueError(f"{name}={options[name]!r} cannot be given, {reason}: leave it out")
+    if (replicas := options.get("data_parallel_size") or 1) > 1:
+        raise ValueError(
+            f"data_parallel_size={replicas} would run each sequence in one replica of many, and one writes: use "
+            "tensor_parallel_size"
+        )
     batch_tokens = options.get("max_num_batched_tokens") or max(BATCH_TOKENS, longest)
     if batch_tokens < longest:
         raise ValueError(
@@ -73,10 +85,17 @@ def write_shards(llm, folder: Path, shards: list[dict], max_tokens: int, max_row
     sampling = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
     for shard in tqdm(shards, desc=f"shards {folder.name}", disable=not sys.stderr.isatty()):
         rows = shard["input_ids"]
-        llm.collective_rpc("start_features", args=(rows,))
+        ask_workers(llm, "start_features", rows)
         for batch in make_batches(rows, max_tokens, max_rows):
             llm.generate([{"prompt_token_ids": row} for row in batch], sampling, use_tqdm=False)
-        llm.collective_rpc("write_features", args=(str(folder / shard["file"]), shard["mark"], rows))
+        ask_workers(llm, "write_features", str(folder / shard["file"]), shard["mark"], rows)
+
+
+def ask_workers(llm, name: str, *args) -> None:
+    """Raises `ValueError` with what a worker says is wrong."""
+    for problem in llm.collective_rpc(name, args=args):
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def write_all(folder: Path, options: dict) -> int:
@@ -97,7 +116,10 @@ def write_all(folder: Path, options: dict) -> int:
     longest = max(len(row) for shards in todo.values() for shard in shards for row in shard["input_ids"])
     options = engine_options(options, targets[0], longest)
     from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
 
+    # Here, too: what the engine's own process refuses is a sentence in its log, and none in the error that comes out
+    check_features_setup(EngineArgs(**options).create_engine_config(), targets[0])
     llm = LLM(**options)
     max_rows = llm.llm_engine.vllm_config.scheduler_config.max_num_seqs
     for split, shards in todo.items():

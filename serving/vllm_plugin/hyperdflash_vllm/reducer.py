@@ -6,11 +6,14 @@ Legend: T tokens, D hidden, m residual paths.
 import torch
 from torch import nn
 
+CHUNK = 1024  # tokens: a whole prefill in fp32 would be several times the target's buffer
+
 
 class GateReducer(nn.Module):
     """`alpha = sigmoid(hc_fn @ RMSNorm(vec(H)) * hc_scale + hc_base) + eps`; `y = sum_j alpha_j * RMSNorm_j(H_j)`.
 
-    In fp32, with fixed shapes and without a look at a value, so that a CUDA graph can hold it.
+    In fp32, a chunk of tokens after the other, with fixed shapes and without a look at a value, so that a CUDA graph
+    can hold it.
     """
 
     def __init__(self, config: dict, device: torch.device | str | None = None):
@@ -26,6 +29,10 @@ class GateReducer(nn.Module):
 
     def forward(self, paths: torch.Tensor) -> torch.Tensor:
         """`(T, m * D)` -> `(T, D)`, in the input's dtype."""
+        return torch.cat([self.reduce(part) for part in paths.split(CHUNK)])
+
+    def reduce(self, paths: torch.Tensor) -> torch.Tensor:
+        """`forward` of one chunk."""
         flat = paths.float()
         H_TmD = flat.unflatten(-1, (self.m, -1))
         flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
