@@ -60,6 +60,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 bench: $(STAMP)  ## where the time of a round goes
+	$(BIN)/python -m hyperdflash.generation.speed --drafter $(TINY)/drafter-paper
 	$(BIN)/python -m hyperdflash.generation.speed
 
 closure:  ## copy the code that the Hub loads into the example drafters

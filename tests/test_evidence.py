@@ -145,13 +145,29 @@ def test_a_document_without_its_tables_or_with_others_is_refused(monkeypatch, te
 
 
 def test_the_calibration_error_is_a_hand_count():
-    rows = np.array([[0.05, 0], [0.07, 1], [0.91, 1], [0.93, 1], [1.0, 0]])
-    found = calibration.summary(rows)
+    rounds = [([0.05, 0.5], 0), ([0.91, 1.0], 1), ([0.93, 0.07], 2)]  # the first one's second slot was not reached
+    found = calibration.summary(rounds)
     assert [part["slots"] for part in found["bins"]] == [2, 3]
     assert found["bins"][0] == pytest.approx({"slots": 2, "estimated": 0.06, "accepted": 0.5})
     assert found["calibration_error"] == pytest.approx((2 * 0.44 + 3 * abs(2.84 / 3 - 2 / 3)) / 5)
     assert found["brier"] == pytest.approx((0.05**2 + 0.93**2 + 0.09**2 + 0.07**2 + 1) / 5)
     assert found["brier_of_mean"] == pytest.approx(0.24)
+    assert found["slots"] == 5
+    assert found["rounds"] == 3
+
+
+def test_what_stopping_is_worth_is_a_hand_count():
+    rounds = [([0.9, 0.1], 1), ([0.9, 0.9], 2)]
+    everything = 5 / (2 * 1.4)  # two drafts of 0.2 each
+    assert calibration.gains(rounds, 0.2) == pytest.approx(
+        {
+            "cost": 0.2,
+            "best_fixed_number": 2,  # one draft everywhere keeps 4 tokens in 2.4
+            "fixed": 1,
+            "confidence": 5 / (1.2 + 1.4) / everything,
+            "known": 5 / (1.2 + 1.4) / everything,
+        }
+    )
 
 
 def test_the_best_path_is_the_most_likely_of_all():

@@ -259,7 +259,8 @@ def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, 
     drafter.to(dtype)
     B, N = 4, 3
     hidden, anchors = torch.randn(B, N, 32, dtype=dtype), torch.randint(64, (B,))
-    lm_head = Namespace(lm_head=torch.nn.Linear(32, 64, bias=False, dtype=dtype))
+    lm_head = torch.nn.Linear(32, 64, bias=False, dtype=dtype)
+    stand_in = Namespace(lm_head=lm_head, model=Namespace(embed_tokens=lm_head))  # the latter read for its dtype
     want = []
 
     def choose(logits):
@@ -270,7 +271,7 @@ def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, 
         for request in range(B):
             monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: (hidden[request], None))
             noise_ids = torch.tensor([[int(anchors[request]), 63, 63, 63]])
-            drafter.propose(None, None, noise_ids, 0, N, lm_head, None, False, choose)
+            drafter.propose(None, None, noise_ids, 0, N, stand_in, None, False, choose)
         want = torch.cat(want)
 
         torch.set_default_dtype(dtype)  # as vLLM does while it builds the draft
@@ -279,7 +280,7 @@ def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, 
         finally:
             torch.set_default_dtype(torch.float32)
         head.load_state_dict(drafter.markov_head.state_dict())
-        logits = lm_head.lm_head(hidden.flatten(0, 1))
+        logits = lm_head(hidden.flatten(0, 1))
         got = head(logits, hidden.flatten(0, 1), anchors, torch.float32)
     torch.testing.assert_close(got, want)
     assert torch.equal(got.argmax(-1), want.argmax(-1))

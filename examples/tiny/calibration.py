@@ -3,7 +3,8 @@
     python examples/tiny/calibration.py examples/tiny/drafter docs/results/heads      # calibration.json and .png
 
 All drafts of a block are verified (`verify_cost` 0), so that nothing is left out; a slot counts where it was reached,
-that is where all drafts before it were accepted.
+that is where all drafts before it were accepted. What stopping early would have been worth is counted on the same
+rounds, for several costs of one more verified token.
 """
 
 import argparse
@@ -20,16 +21,18 @@ from hyperdflash.encoding_deepseek_v4 import encode_with_mask
 from hyperdflash.generation.clock import timed_call
 from hyperdflash.generation.generate import load_drafter, load_target
 from hyperdflash.generation.prompt_sets import read_file
+from hyperdflash.generation_hyperdflash import num_worth_verifying
 from hyperdflash.training.files import write_atomically
 
 HERE = Path(__file__).resolve().parent
 PROMPTS = [HERE / "build" / "prompts" / "heldout" / f"{domain}.jsonl" for domain in ("code", "math", "chat")]
 NUM_BINS = 10
+COSTS = (0.03, 0.1, 0.2)  # of one more verified token, where a round without drafts takes 1
 
 
-def reached_slots(target, tokenizer, drafter, temperature: float, num_prompts: int) -> np.ndarray:
-    """Rows of estimate and whether accepted, of every slot that was reached."""
-    rows, estimates = [], []
+def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int) -> list[tuple[list[float], int]]:
+    """Of every round, the estimates of its drafts and how many were accepted."""
+    rounds, estimates = [], []
     column = int(temperature > 0)
     hook = drafter.confidence_head.register_forward_hook(
         lambda module, args, logits: estimates.append(logits[0, 1:, column].sigmoid().tolist())
@@ -43,9 +46,39 @@ def reached_slots(target, tokenizer, drafter, temperature: float, num_prompts: i
                 target, {"assistant_model": drafter}, ids, max_new_tokens=128, temperature=temperature, seed=0
             )
             for block, drafted, accepted in zip(estimates, call["num_drafts"], call["num_accepted"], strict=True):
-                rows += [(block[slot], slot < accepted) for slot in range(min(accepted + 1, drafted))]
+                rounds.append((block[:drafted], accepted))
     hook.remove()
+    return rounds
+
+
+def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
+    """Rows of estimate and whether accepted, of every slot that was reached."""
+    rows = [(block[slot], slot < accepted) for block, accepted in rounds for slot in range(len(block[: accepted + 1]))]
     return np.array(rows, dtype=float)
+
+
+def gains(rounds: list[tuple[list[float], int]], cost: float) -> dict[str, float]:
+    """Tokens a second with fewer drafts a round over those with all, where one more verified token costs `cost`.
+
+    `fixed` is the best number that is the same for all rounds, `confidence` stops by the estimates, and `known` at
+    what will be accepted, which bounds the rest.
+    """
+
+    def tokens_a_second(numbers: list[int]) -> float:
+        kept = sum(1 + min(number, accepted) for number, (_, accepted) in zip(numbers, rounds, strict=True))
+        return kept / sum(1 + cost * number for number in numbers)
+
+    drafted = [len(block) for block, _ in rounds]
+    fixed = {most: tokens_a_second([min(most, n) for n in drafted]) for most in range(1, max(drafted) + 1)}
+    most = max(fixed, key=fixed.get)
+    everything = tokens_a_second(drafted)
+    return {
+        "cost": cost,
+        "best_fixed_number": most,
+        "fixed": fixed[most] / everything,
+        "confidence": tokens_a_second([num_worth_verifying(block, cost) for block, _ in rounds]) / everything,
+        "known": tokens_a_second([max(accepted, 1) for _, accepted in rounds]) / everything,
+    }
 
 
 def bins_of(rows: np.ndarray) -> list[dict]:
@@ -62,8 +95,9 @@ def bins_of(rows: np.ndarray) -> list[dict]:
     ]
 
 
-def summary(rows: np.ndarray) -> dict:
-    """Expected calibration error, Brier score beside that of the mean alone, and the bins."""
+def summary(rounds: list[tuple[list[float], int]]) -> dict:
+    """Expected calibration error, Brier score beside that of the mean alone, the bins, and the gains."""
+    rows = reached_slots(rounds)
     bins = bins_of(rows)
     error = sum(b["slots"] * abs(b["estimated"] - b["accepted"]) for b in bins) / len(rows)
     return {
@@ -72,6 +106,8 @@ def summary(rows: np.ndarray) -> dict:
         "brier": float(((rows[:, 0] - rows[:, 1]) ** 2).mean()),
         "brier_of_mean": float(rows[:, 1].var()),
         "bins": bins,
+        "rounds": len(rounds),
+        "gains": [gains(rounds, cost) for cost in COSTS],
     }
 
 
@@ -106,7 +142,7 @@ def main() -> None:
     drafter = load_drafter(args.drafter, None, "float32", target)
     drafter.config.verify_cost = 0
     found = {
-        f"{temperature:g}": summary(reached_slots(target, tokenizer, drafter, temperature, args.num_prompts))
+        f"{temperature:g}": summary(run_rounds(target, tokenizer, drafter, temperature, args.num_prompts))
         for temperature in (0.0, 1.0)
     }
     args.output.mkdir(parents=True, exist_ok=True)

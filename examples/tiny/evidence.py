@@ -282,6 +282,18 @@ def calibration() -> str:
     return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
 
 
+def stopping() -> str:
+    """What fewer drafts are worth where a verified token costs more (`calibration.py`)."""
+    found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
+    lines = []
+    for temperature, part in found.items():
+        for gain in part["gains"]:
+            cells = [f"{gain['fixed']:.3f} ({gain['best_fixed_number']})", f"{gain['confidence']:.3f}"]
+            lines.append([temperature, f"{gain['cost']:g}", *cells, f"{gain['known']:.3f}"])
+    header = ["temperature", "cost of a draft", "best fixed number", "confidence", "acceptance known"]
+    return table(header, lines)
+
+
 def selector() -> str:
     """What the best path of a block would gain (`selector.py`)."""
     found = json.loads((RESULTS / "heads" / "selector.json").read_text())
@@ -333,6 +345,7 @@ TABLES = {
         "positions, temperature 0": lambda: positions("heads", HEADS, 0),
         "positions, temperature 1": lambda: positions("heads", HEADS, 1),
         "calibration": calibration,
+        "stopping": stopping,
         "selector": selector,
     },
     "README.md": {"the tiny pair": tiny_pair},

@@ -172,7 +172,8 @@ def sequential_logits(drafter, hidden: torch.Tensor, noise_ids: torch.Tensor) ->
         return logits.argmax(-1)
 
     drafter.draft_hidden = lambda *args: (hidden, None)
-    drafter.propose(None, None, noise_ids, 0, len(hidden), SimpleNamespace(lm_head=lm_head), None, False, choose)
+    target = SimpleNamespace(lm_head=lm_head, model=SimpleNamespace(embed_tokens=lm_head))  # read for its dtype
+    drafter.propose(None, None, noise_ids, 0, len(hidden), target, None, False, choose)
     return {"lm_head": lm_head.weight.detach(), "ids": noise_ids[0], "logits": torch.cat(rows)}
 
 
