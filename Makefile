@@ -27,8 +27,8 @@ results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* doc
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-pair test-sglang lint bench \
-  closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
+.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
+  bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -39,17 +39,19 @@ test: $(STAMP)  ## all tests
 test-fast: $(STAMP)  ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
 
-test-vllm: $(STAMP)  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
-	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+test-vllm:  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
 	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
 
-test-vllm-engines: $(VLLM_STAMP)
+test-vllm-engines: test-vllm-tiny $(VLLM_STAMP)
 	$(IN_VLLM) -m pytest serving/tests --ignore serving/tests/test_acceptance.py
 
 test-vllm-acceptance: test-vllm-pair $(VLLM_STAMP)
 	$(IN_VLLM) -m pytest serving/tests/test_acceptance.py
 
-test-vllm-pair: $(STAMP)
+test-vllm-tiny: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
+
+test-vllm-pair: test-vllm-tiny
 	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
 
 test-sglang: $(STAMP) $(SGLANG)/.unpacked  ## what serving in SGLang would rest on, in its sources (39 MB); no engine

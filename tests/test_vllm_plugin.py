@@ -36,18 +36,21 @@ def setup(
     *,
     architectures=("DeepseekV4ForCausalLM",),
     stages=1,
+    halves=False,
     dtype="bfloat16",
     drafts=3,
+    positions=512,
     said=None,
     **sizes,
 ):
     """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config."""
     names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
     hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
-    draft = Namespace(hf_config=Namespace(**({} if nested is None else {NESTED: nested})))
+    own = {} if nested is None else {NESTED: nested}
+    draft = Namespace(hf_config=Namespace(max_position_embeddings=positions, **own))
     return Namespace(
-        model_config=Namespace(architectures=list(architectures), hf_config=hf_config),
-        parallel_config=Namespace(pipeline_parallel_size=stages),
+        model_config=Namespace(architectures=list(architectures), hf_config=hf_config, max_model_len=512),
+        parallel_config=Namespace(pipeline_parallel_size=stages, use_ubatching=halves),
         speculative_config=Namespace(
             **{
                 "draft_model_config": draft,
@@ -75,6 +78,11 @@ def test_a_sound_setup_passes(target, nested):
         ({"dtype": "fp8_ds_mla"}, "the draft's kv_cache_dtype is 'fp8_ds_mla'"),
         ({"said": {"method": "draft_model"}}, 'method is \'draft_model\': add "method": "dflash"'),
         ({"stages": 2}, "pipeline_parallel_size=2"),
+        ({"halves": True}, r"split in two \(enable_dbo"),
+        (
+            {"positions": 256},
+            "max_model_len=512, but the drafter's positions end at 256: .*--max-model-len 256 or less",
+        ),
         ({"architectures": ["DeepseekV4ForConditionalGeneration"]}, "DeepseekV4ForConditionalGeneration: .*vision"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architecture is Qwen3ForCausalLM"),
         ({"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}, "DeepSeek-V4.1"),
@@ -166,7 +174,13 @@ def test_a_buffer_that_a_forward_leaves_alone_is_noticed():
         checks.check_fresh(buffer[:4])
 
 
-def test_another_target_class_is_noticed_by_the_width():
+def test_another_target_class_is_named():
+    checks.check_target_class(bool, int)
+    with pytest.raises(ValueError, match=r"hyperdflash-vllm in .*: another class .* the target, builtins\.str: is a"):
+        checks.check_target_class(str, int)
+
+
+def test_features_of_another_width_are_noticed():
     checks.check_width(64, 64)
     with pytest.raises(RuntimeError, match="got 32 features a token in place of its 64"):
         checks.check_width(32, 64)

@@ -4,9 +4,9 @@ It reads lines of three file names, see `serve`. A job has `target`, `batches` (
 `max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
 (of prefixes, see the shim), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
 `BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
-`plugins` (VLLM_PLUGINS). The result has `tokens`, `gaps` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
+`plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
 `drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
-`error`, the refusal.
+`error`, the refusal, with `started`, whether the engine was there before it.
 
 A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
 `options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
@@ -14,6 +14,7 @@ A job with `features`, a planned features folder, has its shards written instead
 
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import cpu_shim
 import torch
 from safetensors.torch import save_file
+
+JOB_SECONDS = 600
 
 
 def tap_residual(keep) -> None:
@@ -166,16 +169,17 @@ def read_metrics(llm) -> dict:
     return found
 
 
-def top_two_gaps(logprobs) -> list[float]:
-    """By how much the likeliest token leads, at every position."""
+def top_two(logprobs) -> list[tuple[list[int], float]]:
+    """At every position, the two likeliest tokens and by how much the first one leads."""
     found = []
     for position in logprobs:
-        best, second = sorted((entry.logprob for entry in position.values()), reverse=True)[:2]
-        found.append(best - second)
+        best, second = sorted(position, key=lambda token: position[token].logprob, reverse=True)[:2]
+        found.append(([best, second], position[best].logprob - position[second].logprob))
     return found
 
 
-def generate(job: dict) -> dict:
+def generate(job: dict, progress: dict) -> dict:
+    """Run the batches; `progress` is told once the engine is there."""
     from vllm import LLM, SamplingParams
 
     options = {"speculative_config": job["speculative_config"]} if "speculative_config" in job else {}
@@ -195,19 +199,20 @@ def generate(job: dict) -> dict:
         disable_log_stats=False,
         **{"max_model_len": 512, "max_num_batched_tokens": 512, **options, **job.get("options", {})},
     )
-    # The profiling run has no requests of its own; what is watched are the batches
+    progress["started"] = True
+    # What is watched are the batches, and no forward before them
     watched = watch_drafter() if job.get("watch") else None
-    tokens, gaps, (rounds, drafts) = [], [], keep_rounds()
+    tokens, leads, (rounds, drafts) = [], [], keep_rounds()
     sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": job["max_tokens"]}
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
         tokens.append([list(output.outputs[0].token_ids) for output in outputs])
-        gaps += [top_two_gaps(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
+        leads += [top_two(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
     in_order = sorted(rounds, key=lambda name: int(name.split("-")[0]))
     return {
         "tokens": tokens,
-        "gaps": gaps,
+        "top_two": leads,
         "metrics": read_metrics(llm),
         "rounds": [rounds[name] for name in in_order],
         "drafts": [drafts[name] for name in in_order],
@@ -220,11 +225,12 @@ def run_job(job_file: str, result_file: str) -> None:
     job = json.loads(Path(job_file).read_text())
     if "plugins" in job:
         os.environ["VLLM_PLUGINS"] = job["plugins"]
+    progress = {"started": False}
     try:
-        result = write_features(job) if "features" in job else generate(job)
+        result = write_features(job) if "features" in job else generate(job, progress)
     except Exception as error:
         traceback.print_exc()
-        result = {"error": f"{type(error).__name__}: {error}"}
+        result = {"error": f"{type(error).__name__}: {error}", **progress}
     Path(result_file).write_text(json.dumps(result))
 
 
@@ -250,6 +256,7 @@ def serve(runner: str) -> None:
             log = os.open(log_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(log, 1)
             os.dup2(log, 2)
+            signal.alarm(JOB_SECONDS)  # ends a job that hangs
             try:
                 run_job(job_file, result_file)
             except BaseException:

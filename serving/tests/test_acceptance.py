@@ -107,9 +107,12 @@ def test_drafted_greedy_tokens_are_the_plain_ones_up_to_the_targets_ties(batches
     drafted = engine("trained", "markov/served", batches=some, drafts=DRAFTS, max_tokens=160)
     plain = engine("trained", batches=some, max_tokens=160, sampling={"logprobs": 2})
     gaps = []
-    for ours, theirs, its_gaps in zip(drafted["tokens"][0], plain["tokens"][0], plain["gaps"], strict=True):
+    for ours, theirs, top_two in zip(drafted["tokens"][0], plain["tokens"][0], plain["top_two"], strict=True):
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        gaps += [] if first is None else [its_gaps[first]]
+        if first is not None:
+            best_two, gap = top_two[first]
+            assert {ours[first], theirs[first]} == set(best_two)
+            gaps.append(gap)
     print(f"{len(gaps)} of 4 sequences differ, gaps in nats: {[round(gap, 3) for gap in gaps]}")
     assert all(gap < TIE for gap in gaps)
 
@@ -143,4 +146,4 @@ def test_a_head_that_did_nothing_would_be_noticed(drafted, main_python, tmp_path
         f"without the head tau {acceptance_length(replayed):.3f}, [{low:.3f}, {high:.3f}] less, agreement {share:.3f}"
     )
     assert low > 0.1
-    assert share < 0.8
+    assert share < 0.5

@@ -7,12 +7,14 @@
 The text is the standard library's own source, byte by byte: pieces of it train the target (three sliding layers), and
 the drafter, which goes on with a sequential head as a second one. Minutes would not teach the head much: it starts as
 what the text's pairs of bytes say. `replay` decodes nothing: it drafts along the
-sequences that vLLM wrote and counts how many drafts each round would have had accepted. A target that is finished is
-not made again.
+sequences that vLLM wrote and counts how many drafts each round would have had accepted. What is finished is
+not made again, unless this file or `make_tiny.py` is another.
 """
 
 import argparse
+import hashlib
 import json
+import shutil
 import sysconfig
 from pathlib import Path
 
@@ -122,10 +124,15 @@ def train_drafter(target, text: torch.Tensor, options: dict, steps: int, start=N
 
 def make() -> None:
     """Target, drafters, and the prompts that acceptance is measured on."""
+    sources = [Path(__file__).with_name(name).read_bytes() for name in ("train_tiny.py", "make_tiny.py")]
+    recipe, note = hashlib.sha256(b"".join(sources)).hexdigest(), TRAINED / "recipe.txt"
+    if not note.is_file() or note.read_text() != recipe:
+        shutil.rmtree(TRAINED, ignore_errors=True)
+        TRAINED.mkdir(parents=True)
+        note.write_text(recipe)
     if (TRAINED / "prompts.json").is_file():
         print(f"{TRAINED} is made")
         return
-    TRAINED.mkdir(parents=True, exist_ok=True)
     text = corpus()
     train, held_out = text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]
     if not (TRAINED / "target-hf" / "model.safetensors").is_file():

@@ -80,7 +80,7 @@ def check_features_setup(vllm_config, config: dict) -> None:
     """What the configurations tell when features are written. Raises `ValueError`."""
     warn_of_version()
     check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
-    check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
+    check_parallel(vllm_config.parallel_config)
     check_shapes(config, vllm_config.model_config.hf_config)
 
 
@@ -98,9 +98,10 @@ def check_setup(vllm_config) -> None:
     check_method(speculative.method)
     check_fields(config)
     check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
-    check_parallel(vllm_config.parallel_config.pipeline_parallel_size)
+    check_parallel(vllm_config.parallel_config)
     check_cache_dtype(speculative.kv_cache_dtype)
     check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
+    check_length(vllm_config.model_config.max_model_len, speculative.draft_model_config.hf_config)
     check_head(config, speculative)
     check_shapes(config, vllm_config.model_config.hf_config)
 
@@ -138,12 +139,17 @@ def check_architecture(architectures: list[str], model_type: str) -> None:
         )
 
 
-def check_parallel(pipeline_parallel_size: int) -> None:
-    """One pipeline stage."""
-    if pipeline_parallel_size > 1:
+def check_parallel(parallel_config) -> None:
+    """One pipeline stage, and one batch a forward."""
+    if (stages := parallel_config.pipeline_parallel_size) > 1:
         raise ValueError(
-            f"pipeline_parallel_size={pipeline_parallel_size}: the residual paths exist on the last stage only, which "
-            "was not worked through; use tensor parallelism"
+            f"pipeline_parallel_size={stages}: the residual paths exist on the last stage only, which was not worked "
+            "through; use tensor parallelism"
+        )
+    if getattr(parallel_config, "use_ubatching", False):
+        raise ValueError(
+            "the batch is split in two (enable_dbo, or ubatch_size above 1): both halves would write the same rows of "
+            "the buffer that holds the residual paths; leave that out"
         )
 
 
@@ -166,12 +172,21 @@ def check_num_drafts(num_speculative_tokens: int, block_size: int) -> None:
         )
 
 
+def check_length(max_model_len: int, draft) -> None:
+    """The drafter has a position for every token. (V2's runner would go on behind the last.)"""
+    if (most := draft.max_position_embeddings) < max_model_len:
+        raise ValueError(
+            f"max_model_len={max_model_len}, but the drafter's positions end at {most}: serve with --max-model-len "
+            f"{most} or less"
+        )
+
+
 def check_head(config: dict, speculative) -> None:
     """A sequential head sees the logits of all drafts, as many in every round."""
     if config["draft_head"] == "none":
         return
     for name in ("use_local_argmax_reduction", "num_speculative_tokens_per_batch_size"):
-        if value := getattr(speculative, name):
+        if value := getattr(speculative, name, None):  # an older or newer vLLM may not know it
             raise ValueError(
                 f"{name}={value!r} does not go with the drafter's draft_head 'markov': leave it out of "
                 "speculative_config"
@@ -191,6 +206,16 @@ def check_shapes(config: dict, target) -> None:
                 f"{_owner(config)} made for a target with {what} {ours}, but the target has {theirs}: take "
                 f"{config['target_name_or_path'] or 'its own target'}, or make another for this target"
             )
+
+
+@named()
+def check_target_class(found: type, expected: type) -> None:
+    """The plug-in's class serves the target. Raises `ValueError`."""
+    if not issubclass(found, expected):
+        raise ValueError(
+            f"another class than the plug-in's serves the target, {found.__module__}.{found.__qualname__}: is another "
+            "plug-in for DeepSeek-V4 installed? VLLM_PLUGINS=hyperdflash loads this one alone"
+        )
 
 
 def check_buffer(buffer: torch.Tensor | None, width: int) -> None:
@@ -221,8 +246,8 @@ def check_width(found: int, expected: int) -> None:
     """The draft gets all paths. Raises `RuntimeError`."""
     if found != expected:
         raise RuntimeError(
-            f"the drafter got {found} features a token in place of its {expected} (hc_mult paths): another class than "
-            f"the plug-in's serves the target in {vllm_version()}; is a second plug-in for DeepSeek-V4 installed?"
+            f"the drafter got {found} features a token in place of its {expected} (hc_mult paths) from "
+            f"{vllm_version()}: use a tested version ({', '.join(TESTED_VLLM)})"
         )
 
 

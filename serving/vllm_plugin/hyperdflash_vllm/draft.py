@@ -5,11 +5,21 @@ from contextlib import contextmanager
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
-from .checks import NESTED, check_rows, check_setup, check_tensors, check_width, check_windows
+from .checks import (
+    NESTED,
+    check_rows,
+    check_setup,
+    check_target_class,
+    check_tensors,
+    check_width,
+    check_windows,
+)
 from .markov import MarkovHead
 from .reducer import REDUCERS
+from .target import HyperDeepseekV4ForCausalLM
 
 logger = init_logger(__name__)
 
@@ -34,6 +44,7 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
 
     def __init__(self, *, vllm_config, prefix: str = ""):
         check_setup(vllm_config)
+        check_target_class(get_model_cls(vllm_config.model_config), HyperDeepseekV4ForCausalLM)
         nested = getattr(vllm_config.speculative_config.draft_model_config.hf_config, NESTED)
         with without_target_window(get_current_vllm_config().cache_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)

@@ -32,7 +32,8 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
         elif drafter is not None:
             check_setup(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.drafter, self.made_for, self.checked = drafter, features or drafter, False
+        self.drafter, self.made_for = drafter, features or drafter
+        self.compared = self.checked = False  # the weights; the buffer
         self.capture = None if features is None else RowCapture(self.config.hc_mult)
         width = self.config.hc_mult * self.config.hidden_size
         if features is not None and hasattr(self.model, "_mtp_hidden_buffer"):
@@ -46,10 +47,10 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             check_buffer(self.get_mtp_target_hidden_states(), width)
 
     def load_weights(self, weights):
-        """As vLLM's; then the target is compared with the one that drafter or features are made for."""
+        """As vLLM's; the first time, the target is compared with the one that drafter or features are made for."""
         loaded = super().load_weights(weights)
-        if self.made_for is not None:
-            model = self.model
+        if self.made_for is not None and not self.compared:
+            self.compared, model = True, self.model
             tensors = {name: getattr(model, name) for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
             check_fingerprint(self.made_for, {**tensors, "norm.weight": model.norm.weight})
         return loaded
@@ -63,7 +64,8 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
         if self.made_for is None:
             return super().forward(input_ids, positions, *args, **kwargs)
         buffer = self.get_mtp_target_hidden_states()
-        # The first forward is vLLM's profiling run: no CUDA graph is captured yet, so a value may be looked at
+        # No CUDA graph is captured yet, so a value may be looked at: the first forward is vLLM's profiling run. On a
+        # CPU, without compilation, there is none, and it is the first request's
         first, self.checked = not self.checked, True
         if first:
             mark_stale(buffer)
