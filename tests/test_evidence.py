@@ -4,7 +4,6 @@ import sys
 from itertools import product
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
