@@ -73,7 +73,9 @@ def measure(target, drafters: dict, prompts: list[list[int]], sampling: dict, de
     return {
         "positions": sum(map(len, entropies)),
         "entropy_of_target": torch.cat(entropies).mean().item(),
-        "drafters": {name: dict(zip(("overlap", "same_token", "entropy"), x, strict=True)) for name, x in found.items()},
+        "drafters": {
+            name: dict(zip(("overlap", "same_token", "entropy"), x, strict=True)) for name, x in found.items()
+        },
     }
 
 
