@@ -131,6 +131,7 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/first_slot.py $(RUNS) docs/results/heads/first_slot.json
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt

@@ -47,7 +47,9 @@ def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
                 speedups.append(seconds[None] / seconds[drafter])
     steps, rounds = outside.values()
     ratio = [r / s for r, s in zip(rounds, steps, strict=True)]
-    bound = "at most 1.3" if drafter.markov_head is None else "at most 1.3 without a head, whose drafts come one by one"
+    bound = (
+        "at most 1.3" if drafter.markov_head is None else "at most 1.3 without a head, whose drafts come one by one"
+    )
     print(f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [{bound}]")
     print(
         f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {spread(shares, '.1%')} of a round [under 5%]"

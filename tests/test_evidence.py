@@ -4,18 +4,20 @@ import sys
 from itertools import product
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
+from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
+from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.training.arguments import load_recipe, recipe_values
 
 sys.path.insert(0, str(TINY))
 import baselines  # noqa: E402
 import calibration  # noqa: E402
 import evidence  # noqa: E402
+import first_slot  # noqa: E402
 import selector  # noqa: E402
 import train_mtp  # noqa: E402
 
@@ -190,3 +192,34 @@ def test_the_best_path_is_the_most_likely_of_all():
     assert slot_by_slot != list(best)
     assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=5) == list(best)
     assert selector.best_path(logits, torch.zeros(3, 2), torch.tensor([4]), head, num_candidates=1) == slot_by_slot
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["mtp", "block"])
+def test_the_first_drafts_along_a_text_are_those_of_decoding_it(kind, monkeypatch):
+    target, prompt = tiny_target(), random_ids(11)
+    torch.manual_seed(2)
+    if kind == "mtp":
+        drafter, along = DeepseekV4MTP(target.config, 1).eval(), first_slot.drafts_of_mtp
+    else:
+        drafter, along = tiny_drafter(target, draft_head="markov"), first_slot.drafts_of_block
+    rounds, own = [], drafter.propose
+
+    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
+        def choose_and_keep(logits):
+            rounds.append((position, logits.softmax(-1)))
+            return choose(logits)
+
+        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
+
+    monkeypatch.setattr(drafter, "propose", recording)
+    ids = greedy(target, prompt, 30, assistant_model=drafter, num_assistant_tokens=1)
+    monkeypatch.undo()
+    assert len(rounds) > 10
+    residuals = []
+    hook = target.model.hc_head.register_forward_pre_hook(lambda module, args: residuals.append(args[0]))
+    target(ids, use_cache=False)
+    hook.remove()
+    anchors = torch.tensor([position for position, _ in rounds])
+    got = along(drafter, target, ids, residuals[0], anchors)
+    torch.testing.assert_close(got, torch.cat([q for _, q in rounds]), atol=1e-5, rtol=1e-4)

@@ -4,7 +4,8 @@
     python examples/tiny/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
-`baselines.py`, `paths.py`, `calibration.py` and `selector.py`; `make tiny-baselines` and `make tiny-heads` run them.
+`baselines.py`, `paths.py`, `calibration.py`, `selector.py` and `first_slot.py`; `make tiny-baselines` and
+`make tiny-heads` run them.
 """
 
 import argparse
@@ -302,6 +303,20 @@ def selector() -> str:
     return table(["drafts", "tau", ""], lines)
 
 
+def first_slot() -> str:
+    """The first draft of a round on greedy and on sampled text (`first_slot.py`)."""
+    found = json.loads((RESULTS / "heads" / "first_slot.json").read_text())
+    header, lines = [""], [["the target itself"]]
+    for text, part in found.items():
+        header += [f"same token, {text}", "overlap", "entropy"]
+        lines[0] += ["", "", f"{part['entropy_of_target']:.2f}"]
+    for name in part["drafters"]:
+        cells = [part["drafters"][name] for part in found.values()]
+        line = [[f"{x['same_token']:.2f}", f"{x['overlap']:.2f}", f"{x['entropy']:.2f}"] for x in cells]
+        lines.append([HEADS[name], *(cell for part in line for cell in part)])
+    return table(header, lines)
+
+
 SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
     "`drafter`": ("hyperdflash+markov+confidence:6", "markov-42/final"),
     "`drafter-paper`": ("hyperdflash:6", "hyperdflash-42/final"),
@@ -344,6 +359,7 @@ TABLES = {
         "claims": heads_claims,
         "positions, temperature 0": lambda: positions("heads", HEADS, 0),
         "positions, temperature 1": lambda: positions("heads", HEADS, 1),
+        "first slot": first_slot,
         "calibration": calibration,
         "stopping": stopping,
         "selector": selector,

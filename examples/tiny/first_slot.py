@@ -1,0 +1,107 @@
+"""How well is the first draft of a round known, on text that the target decodes greedily and on text that it samples?
+
+    python examples/tiny/first_slot.py examples/tiny/build/baselines docs/results/heads/first_slot.json
+
+The first draft has the true token before it, with or without a sequential head: how well the slots of a block go
+together plays no part. Validation prompts, every position of the target's own continuations; compared are the
+target's distribution p and the drafter's q, both at temperature 1.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from hyperdflash.generation.generate import load_drafter, load_target
+from hyperdflash.generation.mtp import load_mtp
+from hyperdflash.generation_hyperdflash import head_logits
+from hyperdflash.training.arguments import load_recipe
+from hyperdflash.training.data import load_recipe_data
+from hyperdflash.training.files import write_atomically
+
+RECIPE = "training/recipes/tiny_headline.yaml"
+NEW_TOKENS = 48
+TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}}
+
+
+def drafts_of_mtp(mtp, target, ids: torch.LongTensor, residual: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+    """q after each anchor `(N, V)`: one forward over the whole text, as it is causal."""
+    positions = torch.arange(ids.shape[1] - 1)[None]
+    embeds = target.model.embed_tokens(ids[:, 1:])
+    hidden, _ = mtp(embeds, residual[:, :-1], input_ids=ids[:, 1:], position_ids=positions, cache=None)
+    return head_logits(target, hidden[0, anchors - 1]).softmax(-1)
+
+
+def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tensor, anchors) -> torch.Tensor:
+    """q after each anchor `(N, V)`: the first draft of a block there."""
+    rows, noise_ids = [], drafter.new_noise_ids(ids.device)
+
+    def choose(logits):
+        rows.append(logits.softmax(-1))
+        return logits.argmax(-1)
+
+    for anchor in anchors.tolist():
+        noise_ids[0, 0] = ids[0, anchor]
+        context = residual[:, :anchor]
+        drafter.propose(context, ids[:, : anchor + 1], noise_ids, anchor, 1, target, None, False, choose)
+    return torch.cat(rows)
+
+
+@torch.no_grad()
+def measure(target, drafters: dict, prompts: list[list[int]], sampling: dict, desc: str) -> dict:
+    """Means over the positions of the target's continuations, by drafter."""
+    entropies, rows = [], {name: [] for name in drafters}
+    for seed, prompt in enumerate(tqdm(prompts, desc=desc)):
+        torch.manual_seed(seed)
+        ids = torch.tensor([prompt])
+        ids = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **sampling)
+        residuals = []
+        hook = target.model.hc_head.register_forward_pre_hook(lambda module, args, r=residuals: r.append(args[0]))
+        logits = target(ids, use_cache=False).logits[0].float()
+        hook.remove()
+        anchors = torch.arange(len(prompt), ids.shape[1] - 1)
+        p = logits[anchors].softmax(-1)
+        entropies.append(torch.special.entr(p).sum(-1))
+        for name, (draft, drafter) in drafters.items():
+            q = draft(drafter, target, ids, residuals[0], anchors)
+            same = (p.argmax(-1) == q.argmax(-1)).float()
+            rows[name].append(torch.stack([torch.minimum(p, q).sum(-1), same, torch.special.entr(q).sum(-1)]))
+    found = {name: torch.cat(parts, dim=1).mean(1).tolist() for name, parts in rows.items()}
+    return {
+        "positions": sum(map(len, entropies)),
+        "entropy_of_target": torch.cat(entropies).mean().item(),
+        "drafters": {
+            name: dict(zip(("overlap", "same_token", "entropy"), x, strict=True)) for name, x in found.items()
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, help="folder of baselines.py")
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--num-prompts", type=int, default=60)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    recipe = load_recipe(RECIPE)
+    target, _ = load_target(recipe.target, None, "float32")
+    data, _ = load_recipe_data(recipe, recipe.eval_data, AutoTokenizer.from_pretrained(recipe.target))
+    indices = torch.linspace(0, len(data) - 1, min(args.num_prompts, len(data))).long().tolist()
+    prompts = [list(row["input_ids"][: max(row["loss_mask"].index(1), 1)]) for row in map(data.__getitem__, indices)]
+    drafters = {
+        "mtp:6 (the target": (drafts_of_mtp, load_mtp(recipe.target, target.config)),
+        "mtp:6 (mtp": (drafts_of_mtp, load_mtp(args.runs / "mtp-42" / "final", target.config)),
+    }
+    for name, run in (("hyperdflash:6", "hyperdflash-42"), ("hyperdflash+markov:6", "markov-42")):
+        drafter = load_drafter(str(args.runs / run / "final"), None, "float32", target)
+        drafters[name] = drafts_of_block, drafter
+    found = {text: measure(target, drafters, prompts, sampling, text) for text, sampling in TEXTS.items()}
+    write_atomically(args.output, (json.dumps(found, indent=1) + "\n").encode())
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
