@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
 TINY := examples/tiny
 CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py \
   pairing_hyperdflash.py
@@ -135,12 +136,13 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	$(BIN)/python $(TINY)/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
 $(VLLM_STAMP): serving/requirements-vllm.txt serving/vllm_plugin/pyproject.toml
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install -q --no-deps -r serving/requirements-vllm.txt
 	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e serving/vllm_plugin

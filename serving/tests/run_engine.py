@@ -25,7 +25,7 @@ import cpu_shim
 import torch
 from safetensors.torch import save_file
 
-JOB_SECONDS = 600
+JOB_SECONDS = 900
 
 
 def tap_residual(keep) -> None:
@@ -264,7 +264,9 @@ def serve(runner: str) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-        os.waitpid(pid, 0)
+        if code := os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]):
+            with Path(log_file).open("a") as log:
+                log.write(f"\nthe job ended with {code} (-{signal.SIGALRM}: it ran for {JOB_SECONDS} s)\n")
         print("ended", flush=True)
 
 

@@ -87,13 +87,22 @@ def test_at_a_low_temperature_the_likeliest_tokens_are_drawn(engine):
     assert accepted(result)[0] > 5
 
 
-def test_drafts_that_are_sampled_are_accepted_where_the_target_agrees(engine):
-    """With a sequential head, whose distributions are then kept for verification."""
-    sampled = {
-        "sampling": {"temperature": 0.3, "seed": 7},
-        "speculative_config": {"draft_sample_method": "probabilistic"},
-    }
-    result = engine(drafter="chain/served", num_batches=1, **sampled)
+def sampled_drafts(engine, drafter: str, method: str = "probabilistic") -> dict:
+    """At 0.3, see above."""
+    sampling = {"temperature": 0.3, "seed": 7}
+    spec = {"draft_sample_method": method}
+    return engine(drafter=f"{drafter}/served", num_batches=1, sampling=sampling, speculative_config=spec)
+
+
+def test_drafts_of_a_sequential_head_are_sampled_where_that_is_asked_for(engine):
+    result = sampled_drafts(engine, "markov")
+    assert result["tokens"] == engine()["tokens"][:1]
+    assert result["drafts"] != sampled_drafts(engine, "markov", "greedy")["drafts"]
+
+
+def test_drafts_that_a_sequential_head_is_sure_of_are_accepted_when_they_are_sampled(engine):
+    """Its distributions are kept for verification."""
+    result = sampled_drafts(engine, "chain")
     assert result["tokens"] == engine()["tokens"][:1]
     assert accepted(result)[0] > 0.5 * result["metrics"]["vllm:spec_decode_num_drafts"]
 

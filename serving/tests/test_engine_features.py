@@ -66,7 +66,7 @@ def test_the_shards_hold_the_residual_of_the_forwards_bit_for_bit(write, split, 
 
 
 def test_several_sequences_share_a_forward(write):
-    assert write("v1")["forwards"] == 4  # for eleven rows, by --max-num-batched-tokens and --max-num-seqs
+    assert write("v1")["forwards"] == 4  # for twelve rows, by --max-num-batched-tokens
 
 
 def test_the_command_writes_them_with_an_engine_in_a_process_of_its_own(build, write, tmp_path):

@@ -76,3 +76,14 @@ def test_the_native_drafts_of_v4_are_none_of_ours(registry, build, tmp_path, any
         config = args.create_engine_config()
         assert config.speculative_config.draft_model_config.architectures == [architecture]
         assert draft_config(config.speculative_config) is features_config(config.additional_config) is None
+
+
+def test_vllm_has_the_settings_that_are_refused_if_it_has_them():
+    """The plug-in passes over one that a vLLM does not know."""
+    from dataclasses import fields
+
+    from vllm.config import ParallelConfig, SpeculativeConfig
+
+    assert ParallelConfig(ubatch_size=2).use_ubatching
+    names = {field.name for field in fields(SpeculativeConfig)}
+    assert {"use_local_argmax_reduction", "num_speculative_tokens_per_batch_size"} <= names

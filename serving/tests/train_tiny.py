@@ -8,7 +8,7 @@ The text is the standard library's own source, byte by byte: pieces of it train 
 the drafter, which goes on with a sequential head as a second one. Minutes would not teach the head much: it starts as
 what the text's pairs of bytes say. `replay` decodes nothing: it drafts along the
 sequences that vLLM wrote and counts how many drafts each round would have had accepted. What is finished is
-not made again, unless this file or `make_tiny.py` is another.
+not made again, unless this file or one that it writes with is another.
 """
 
 import argparse
@@ -124,8 +124,9 @@ def train_drafter(target, text: torch.Tensor, options: dict, steps: int, start=N
 
 def make() -> None:
     """Target, drafters, and the prompts that acceptance is measured on."""
-    sources = [Path(__file__).with_name(name).read_bytes() for name in ("train_tiny.py", "make_tiny.py")]
-    recipe, note = hashlib.sha256(b"".join(sources)).hexdigest(), TRAINED / "recipe.txt"
+    names = ("train_tiny.py", "make_tiny.py", "official.py", "../vllm_format.py")
+    sources = b"".join((Path(__file__).parent / name).read_bytes() for name in names)
+    recipe, note = hashlib.sha256(sources).hexdigest(), TRAINED / "recipe.txt"
     if not note.is_file() or note.read_text() != recipe:
         shutil.rmtree(TRAINED, ignore_errors=True)
         TRAINED.mkdir(parents=True)

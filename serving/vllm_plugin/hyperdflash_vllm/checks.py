@@ -213,8 +213,8 @@ def check_target_class(found: type, expected: type) -> None:
     """The plug-in's class serves the target. Raises `ValueError`."""
     if not issubclass(found, expected):
         raise ValueError(
-            f"another class than the plug-in's serves the target, {found.__module__}.{found.__qualname__}: is another "
-            "plug-in for DeepSeek-V4 installed? VLLM_PLUGINS=hyperdflash loads this one alone"
+            f"another class than the plug-in's serves the target, {found.__module__}.{found.__qualname__}: by another "
+            "plug-in (VLLM_PLUGINS=hyperdflash loads this one alone), model_impl or model_class_overrides"
         )
 
 

@@ -20,6 +20,8 @@ from .checks import (
     mark_stale,
 )
 
+COMPARED = ("hc_head_fn", "hc_head_base", "hc_head_scale", "norm.weight")
+
 
 class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
     """vLLM's class for the platform; raises what `checks` raises, before weights are read where that is possible."""
@@ -33,7 +35,7 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             check_setup(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.drafter, self.made_for = drafter, features or drafter
-        self.compared = self.checked = False  # the weights; the buffer
+        self.unseen, self.checked = set(COMPARED), False
         self.capture = None if features is None else RowCapture(self.config.hc_mult)
         width = self.config.hc_mult * self.config.hidden_size
         if features is not None and hasattr(self.model, "_mtp_hidden_buffer"):
@@ -47,12 +49,19 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             check_buffer(self.get_mtp_target_hidden_states(), width)
 
     def load_weights(self, weights):
-        """As vLLM's; the first time, the target is compared with the one that drafter or features are made for."""
-        loaded = super().load_weights(weights)
-        if self.made_for is not None and not self.compared:
-            self.compared, model = True, self.model
-            tensors = {name: getattr(model, name) for name in ("hc_head_fn", "hc_head_base", "hc_head_scale")}
-            check_fingerprint(self.made_for, {**tensors, "norm.weight": model.norm.weight})
+        """As vLLM's; once these tensors are there, in one call or in several, the target is compared with the one that
+        drafter or features are made for. Weights that come later are taken as they are."""
+        unseen = set(self.unseen)
+
+        def noted():
+            for name, tensor in weights:
+                unseen.discard(name.removeprefix("model."))
+                yield name, tensor
+
+        loaded = super().load_weights(noted())
+        if self.made_for is not None and self.unseen and not unseen:
+            check_fingerprint(self.made_for, {name: self.model.get_parameter(name) for name in COMPARED})
+        self.unseen = unseen
         return loaded
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
@@ -65,7 +74,7 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
             return super().forward(input_ids, positions, *args, **kwargs)
         buffer = self.get_mtp_target_hidden_states()
         # No CUDA graph is captured yet, so a value may be looked at: the first forward is vLLM's profiling run. On a
-        # CPU, without compilation, there is none, and it is the first request's
+        # CPU, V1's runner has none without compilation, and it is the first request's
         first, self.checked = not self.checked, True
         if first:
             mark_stale(buffer)
