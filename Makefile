@@ -63,8 +63,9 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 bench: $(STAMP)  ## where the time of a round goes
-	$(BIN)/python -m hyperdflash.generation.speed --drafter $(TINY)/drafter-paper
-	$(BIN)/python -m hyperdflash.generation.speed
+	for drafter in drafter-paper drafter; do \
+	  echo $$drafter && $(BIN)/python -m hyperdflash.generation.speed --drafter $(TINY)/$$drafter || exit; \
+	done
 
 closure:  ## copy the code that the Hub loads into the example drafters
 	for drafter in $(wildcard $(TINY)/drafter*/); do \

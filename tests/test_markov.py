@@ -300,3 +300,12 @@ def test_greedy_decoding_and_sampling_ask_different_outputs():
         )
         numbers.append(set(out.speculation.num_drafts[:-1]))
     assert numbers == [{1}, {3}]
+
+
+@pytest.mark.parametrize("cost", [-1, float("nan")])
+def test_a_cost_set_later_is_checked_before_any_work(cost):
+    target = tiny_target()
+    drafter = markov_drafter(target, draft_confidence=True)
+    drafter.config.verify_cost = cost
+    with pytest.raises(ValueError, match=f"verify_cost.*{cost}"):
+        greedy(target, random_ids(5), 8, assistant_model=drafter)

@@ -308,13 +308,28 @@ def first_slot() -> str:
     found = json.loads((RESULTS / "heads" / "first_slot.json").read_text())
     header, lines = [""], [["the target itself"]]
     for text, part in found.items():
-        header += [f"same token, {text}", "overlap", "entropy"]
-        lines[0] += ["", "", f"{part['entropy_of_target']:.2f}"]
+        header += [f"{text} text: same token", "overlap", "at 0.8, at 1.25", "entropy"]
+        lines[0] += ["", "", "", f"{part['entropy_of_target']:.2f}"]
     for name in part["drafters"]:
-        cells = [part["drafters"][name] for part in found.values()]
-        line = [[f"{x['same_token']:.2f}", f"{x['overlap']:.2f}", f"{x['entropy']:.2f}"] for x in cells]
-        lines.append([HEADS[name], *(cell for part in line for cell in part)])
+        lines.append([HEADS[name]])
+        for part in found.values():
+            of = part["drafters"][name]
+            sharp, even, flat = (f"{of['overlap'][at]:.2f}" for at in ("0.8", "1.0", "1.25"))
+            lines[-1] += [f"{of['same_token']:.2f}", even, f"{sharp}, {flat}", f"{of['entropy']:.2f}"]
     return table(header, lines)
+
+
+def conditional(temperature: float) -> str:
+    """Of the drafts that are reached, how many are accepted, by domain."""
+    rows = read_rows("heads")
+    lines = []
+    for name in dict.fromkeys(row["dataset"] for row in rows):
+        for method in ("mtp:6 (the target", "hyperdflash:6", "hyperdflash+markov:6"):
+            own = [row for row in rows_of(rows, method, temperature) if row["dataset"] == name]
+            rates = zip(*(row["conditional_acceptance_rates"] for row in own), strict=True)
+            tau = fmean(row["acceptance_length"] for row in own)
+            lines.append([name, HEADS[method], *(f"{fmean(rate):.2f}" for rate in rates), f"{tau:.2f}"])
+    return table(["", "method", *map(str, range(1, 7)), "tau"], lines)
 
 
 SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
@@ -359,6 +374,7 @@ TABLES = {
         "claims": heads_claims,
         "positions, temperature 0": lambda: positions("heads", HEADS, 0),
         "positions, temperature 1": lambda: positions("heads", HEADS, 1),
+        "conditional, temperature 1": lambda: conditional(1),
         "first slot": first_slot,
         "calibration": calibration,
         "stopping": stopping,

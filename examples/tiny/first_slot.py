@@ -4,7 +4,7 @@
 
 The first draft has the true token before it, with or without a sequential head: how well the slots of a block go
 together plays no part. Validation prompts, every position of the target's own continuations; compared are the
-target's distribution p and the drafter's q, both at temperature 1.
+target's distribution p at temperature 1 and the drafter's q, which drafts may be drawn from at other temperatures.
 """
 
 import argparse
@@ -24,23 +24,24 @@ from hyperdflash.training.files import write_atomically
 
 RECIPE = "training/recipes/tiny_headline.yaml"
 NEW_TOKENS = 48
+DRAFT_TEMPERATURES = (0.8, 1.0, 1.25)
 TEXTS = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}}
 
 
 def drafts_of_mtp(mtp, target, ids: torch.LongTensor, residual: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-    """q after each anchor `(N, V)`: one forward over the whole text, as it is causal."""
+    """Logits after each anchor `(N, V)`: one forward over the whole text, as it is causal."""
     positions = torch.arange(ids.shape[1] - 1)[None]
     embeds = target.model.embed_tokens(ids[:, 1:])
     hidden, _ = mtp(embeds, residual[:, :-1], input_ids=ids[:, 1:], position_ids=positions, cache=None)
-    return head_logits(target, hidden[0, anchors - 1]).softmax(-1)
+    return head_logits(target, hidden[0, anchors - 1])
 
 
 def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tensor, anchors) -> torch.Tensor:
-    """q after each anchor `(N, V)`: the first draft of a block there."""
+    """Logits after each anchor `(N, V)`: those of the first draft of a block there."""
     rows, noise_ids = [], drafter.new_noise_ids(ids.device)
 
     def choose(logits):
-        rows.append(logits.softmax(-1))
+        rows.append(logits)
         return logits.argmax(-1)
 
     for anchor in anchors.tolist():
@@ -66,16 +67,20 @@ def measure(target, drafters: dict, prompts: list[list[int]], sampling: dict, de
         p = logits[anchors].softmax(-1)
         entropies.append(torch.special.entr(p).sum(-1))
         for name, (draft, drafter) in drafters.items():
-            q = draft(drafter, target, ids, residuals[0], anchors)
-            same = (p.argmax(-1) == q.argmax(-1)).float()
-            rows[name].append(torch.stack([torch.minimum(p, q).sum(-1), same, torch.special.entr(q).sum(-1)]))
-    found = {name: torch.cat(parts, dim=1).mean(1).tolist() for name, parts in rows.items()}
+            logits = draft(drafter, target, ids, residuals[0], anchors)
+            same = (p.argmax(-1) == logits.argmax(-1)).float()
+            entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+            overlaps = [torch.minimum(p, (logits / t).softmax(-1)).sum(-1) for t in DRAFT_TEMPERATURES]
+            rows[name].append(torch.stack([same, entropy, *overlaps]))
+    figures = {}
+    for name, parts in rows.items():
+        same, entropy, *overlaps = torch.cat(parts, dim=1).mean(1).tolist()
+        overlaps = dict(zip(map(str, DRAFT_TEMPERATURES), overlaps, strict=True))
+        figures[name] = {"same_token": same, "entropy": entropy, "overlap": overlaps}
     return {
         "positions": sum(map(len, entropies)),
         "entropy_of_target": torch.cat(entropies).mean().item(),
-        "drafters": {
-            name: dict(zip(("overlap", "same_token", "entropy"), x, strict=True)) for name, x in found.items()
-        },
+        "drafters": figures,
     }
 
 

@@ -59,6 +59,7 @@ def check_shapes(config, target_config) -> None:
 def check_pair(drafter, target) -> None:
     """Raises `ValueError` for a target of other shapes than the drafter's, or a mask token that cannot be one."""
     config, target_config = drafter.config, target.config
+    config.validate_heads()  # `verify_cost` may have been set since
     check_shapes(config, target_config)
     if name := special_token_name(config.mask_token_id, target_config, target.generation_config):
         raise ValueError(
