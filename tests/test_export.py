@@ -479,6 +479,13 @@ def test_another_models_folder_is_refused_by_its_type(target, tmp_path):
         export_drafter(tmp_path / "target", tmp_path / "out")
 
 
+def test_a_folder_for_vllm_is_refused_with_the_way_back(target, tmp_path):
+    tiny_drafter(target).save_pretrained(tmp_path / "drafter")
+    export_drafter(tmp_path / "drafter", tmp_path / "served", format="vllm")
+    with pytest.raises(ValueError, match="served is a folder for vLLM: .*read_vllm"):
+        export_drafter(tmp_path / "served", tmp_path / "out")
+
+
 @pytest.mark.parametrize("package", ["matplotlib", "peft"])
 def test_a_missing_package_is_named_with_pips_command_before_any_work(target, run, tmp_path, monkeypatch, package):
     if package == "peft":

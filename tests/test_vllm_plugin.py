@@ -125,7 +125,7 @@ def test_logits_of_other_rows_than_all_drafts_are_noticed():
     checks.check_rows(num_rows=12, num_drafts=3, num_ids=16)
     checks.check_rows(num_rows=12, num_drafts=3, num_ids=24)  # padded
     for rows, ids in ((11, 16), (12, 15), (12, 0)):
-        with pytest.raises(RuntimeError, match=f"logits of {rows} drafts after a forward of {ids} ids"):
+        with pytest.raises(RuntimeError, match=f"logits of {rows} drafts were asked for after a forward of {ids} ids"):
             checks.check_rows(rows, 3, ids)
 
 
@@ -158,9 +158,9 @@ def test_another_vllm_than_the_tested_one_is_named_once_and_in_every_refusal(tar
 
 def test_a_vllm_without_the_buffer_is_refused_by_version(monkeypatch):
     monkeypatch.setattr(checks, "vllm_version", lambda: "vllm 9.9")
-    with pytest.raises(RuntimeError, match=r"vllm 9\.9 has no buffer .* of width 64 .*no such buffer.*0\.32\.0"):
+    with pytest.raises(RuntimeError, match=r"in vllm 9\.9: .* no buffer .* of width 64 .*no such buffer.*0\.32\.0"):
         checks.check_buffer(None, 64)
-    with pytest.raises(RuntimeError, match=r"vllm 9\.9 has no buffer .* of width 64 .*one of width 32"):
+    with pytest.raises(RuntimeError, match=r"in vllm 9\.9: .* no buffer .* of width 64 .*one of width 32"):
         checks.check_buffer(torch.empty(8, 32), 64)
     checks.check_buffer(torch.empty(8, 64), 64)
 

