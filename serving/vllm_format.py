@@ -110,7 +110,7 @@ def read_vllm(folder: str | Path) -> HyperDFlashModel:
     """
     folder = Path(folder).expanduser()
     stored = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    if stored.get("architectures") != [ARCHITECTURE] or NESTED not in stored:
+    if not is_served(stored):
         raise ValueError(
             f"{folder} was not made by `hyperdflash export --format vllm`: its config.json has no {NESTED} or another "
             f"architecture than {ARCHITECTURE}"
@@ -138,6 +138,11 @@ def _nested_config(folder: Path, nested: dict) -> HyperDFlashConfig:
         return HyperDFlashConfig.from_dict(nested)
     except StrictDataclassError as error:
         raise ValueError(f"{folder / CONFIG_FILE}, {NESTED}: {error.__cause__ or error}") from error
+
+
+def is_served(config: dict) -> bool:
+    """Whether a `config.json` is that of a folder for vLLM."""
+    return config.get("architectures") == [ARCHITECTURE] and NESTED in config
 
 
 def _by_field(config: dict) -> dict:
@@ -182,4 +187,4 @@ def speculative_config(config: HyperDFlashConfig, folder: str = "THIS_FOLDER") -
     )
 
 
-__all__ = ["check_servable", "read_vllm", "speculative_config", "vllm_config", "write_vllm"]
+__all__ = ["check_servable", "is_served", "read_vllm", "speculative_config", "vllm_config", "write_vllm"]

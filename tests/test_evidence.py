@@ -11,6 +11,7 @@ from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.methods import parse_methods
 from hyperdflash.generation.mtp import DeepseekV4MTP
+from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.training.arguments import load_recipe, recipe_values
 
 sys.path.insert(0, str(TINY))
@@ -216,10 +217,9 @@ def test_the_first_drafts_along_a_text_are_those_of_decoding_it(kind, monkeypatc
     ids = greedy(target, prompt, 30, assistant_model=drafter, num_assistant_tokens=1)
     monkeypatch.undo()
     assert len(rounds) > 10
-    residuals = []
-    hook = target.model.hc_head.register_forward_pre_hook(lambda module, args: residuals.append(args[0]))
-    target(ids, use_cache=False)
-    hook.remove()
+    with ResidualTap(target, drafter.config) as tap:
+        target(ids, use_cache=False)
+        residual = tap.take()
     anchors = torch.tensor([position for position, _ in rounds])
-    got = along(drafter, target, ids, residuals[0], anchors)
+    got = along(drafter, target, ids, residual, anchors)
     torch.testing.assert_close(got, torch.cat([logits for _, logits in rounds]), atol=1e-4, rtol=1e-4)

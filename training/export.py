@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from ..generation.init import check_output, copy_custom_generate, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..serving.vllm_format import ARCHITECTURE, NESTED, check_servable, write_vllm
+from ..serving.vllm_format import check_servable, is_served, write_vllm
 from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
 
 logger = logging.get_logger(__name__)
@@ -88,7 +88,7 @@ def _check_replaceable(output: str | Path, checkpoint: Path) -> Path:
         if checkpoint.is_relative_to(output):
             raise ValueError(f"{output} holds the checkpoint itself, {checkpoint}: choose another folder") from None
         config = _config(output)
-        if config.get("model_type") != "hyperdflash" and config.get("architectures") != [ARCHITECTURE]:
+        if config.get("model_type") != "hyperdflash" and not is_served(config):
             raise
         return output
 
@@ -156,7 +156,7 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
             "fsdp_state_dict_type FULL_STATE_DICT, and export that checkpoint"
         )
     config = _config(checkpoint)
-    if NESTED in config:
+    if is_served(config):
         raise ValueError(
             f"{checkpoint} is a folder for vLLM: export the drafter that it was made of, or make that again with "
             "hyperdflash.serving.vllm_format.read_vllm"

@@ -308,13 +308,18 @@ class HyperDFlashTrainer(EpochTrainer):
                 file.chmod(0o644)  # safetensors makes them readable by their owner alone
 
 
+def spaced_prompts(rows, num_prompts: int) -> list[list[int]]:
+    """The ids before the first answer of evenly spaced rows."""
+    indices = torch.linspace(0, len(rows) - 1, min(num_prompts, len(rows))).long().tolist()
+    return [row["input_ids"][: max(row["loss_mask"].index(1), 1)] for row in (rows[i] for i in indices)]
+
+
 @torch.no_grad()
 def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: int, max_new_tokens: int) -> float:
     """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round.
 
     The drafter is left as it was: in training mode, with accelerate's forward and its own attention.
     """
-    indices = torch.linspace(0, len(rows) - 1, min(num_prompts, len(rows))).long().tolist()
     training, implementation = drafter.training, drafter.config._attn_implementation
     drafter.eval()
     if implementation == "flex_attention":  # compiled for the shapes of training
@@ -322,10 +327,8 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: in
     autocast_forward = drafter.__dict__.pop("forward", None)  # accelerate's, under bf16: decoding has none
     stats = SpeculativeStats()
     try:
-        for index in indices:
-            row = rows[index]
-            prompt = torch.tensor([row["input_ids"][: max(row["loss_mask"].index(1), 1)]], device=target.device)
-            out, _ = timed_greedy(target, prompt, max_new_tokens, drafter)
+        for prompt in spaced_prompts(rows, num_prompts):
+            out, _ = timed_greedy(target, torch.tensor([prompt], device=target.device), max_new_tokens, drafter)
             stats.extend(out.speculation)
     finally:
         drafter.train(training).set_attn_implementation(implementation)

@@ -53,7 +53,11 @@ def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int)
 
 def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
     """Rows of estimate and whether accepted, of every slot that was reached."""
-    rows = [(block[slot], slot < accepted) for block, accepted in rounds for slot in range(len(block[: accepted + 1]))]
+    rows = [
+        (estimate, slot < accepted)
+        for block, accepted in rounds
+        for slot, estimate in enumerate(block[: accepted + 1])
+    ]
     return np.array(rows, dtype=float)
 
 

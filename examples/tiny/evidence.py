@@ -307,15 +307,17 @@ def first_slot() -> str:
     """The first draft of a round on greedy and on sampled text (`first_slot.py`)."""
     found = json.loads((RESULTS / "heads" / "first_slot.json").read_text())
     header, lines = [""], [["the target itself"]]
+    lower, own, higher = next(iter(found["greedy"]["drafters"].values()))["overlap"]  # temperatures of the drafts
     for text, part in found.items():
-        header += [f"{text} text: same token", "overlap", "at 0.8, at 1.25", "entropy"]
+        header += [f"{text} text: same token", "overlap", f"at {lower}, at {higher}", "entropy"]
         lines[0] += ["", "", "", f"{part['entropy_of_target']:.2f}"]
     for name in part["drafters"]:
         lines.append([HEADS[name]])
         for part in found.values():
             of = part["drafters"][name]
-            sharp, even, flat = (f"{of['overlap'][at]:.2f}" for at in ("0.8", "1.0", "1.25"))
-            lines[-1] += [f"{of['same_token']:.2f}", even, f"{sharp}, {flat}", f"{of['entropy']:.2f}"]
+            overlap = {temperature: f"{share:.2f}" for temperature, share in of["overlap"].items()}
+            others = f"{overlap[lower]}, {overlap[higher]}"
+            lines[-1] += [f"{of['same_token']:.2f}", overlap[own], others, f"{of['entropy']:.2f}"]
     return table(header, lines)
 
 

@@ -17,10 +17,11 @@ from transformers import AutoTokenizer
 
 from hyperdflash.generation.generate import load_drafter, load_target
 from hyperdflash.generation.mtp import load_mtp
-from hyperdflash.generation_hyperdflash import head_logits
+from hyperdflash.generation_hyperdflash import ResidualTap, head_logits
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.files import write_atomically
+from hyperdflash.training.trainer import spaced_prompts
 
 RECIPE = "training/recipes/tiny_headline.yaml"
 NEW_TOKENS = 48
@@ -55,19 +56,18 @@ def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tens
 def measure(target, drafters: dict, prompts: list[list[int]], sampling: dict, desc: str) -> dict:
     """Means over the positions of the target's continuations, by drafter."""
     entropies, rows = [], {name: [] for name in drafters}
+    config = next(drafter.config for _, drafter in drafters.values())  # all read the residual
     for seed, prompt in enumerate(tqdm(prompts, desc=desc)):
         torch.manual_seed(seed)
         ids = torch.tensor([prompt])
         ids = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **sampling)
-        residuals = []
-        hook = target.model.hc_head.register_forward_pre_hook(lambda module, args, r=residuals: r.append(args[0]))
-        logits = target(ids, use_cache=False).logits[0].float()
-        hook.remove()
         anchors = torch.arange(len(prompt), ids.shape[1] - 1)
-        p = logits[anchors].softmax(-1)
+        with ResidualTap(target, config) as tap:
+            p = target(ids, use_cache=False).logits[0, anchors].float().softmax(-1)
+            residual = tap.take()
         entropies.append(torch.special.entr(p).sum(-1))
         for name, (draft, drafter) in drafters.items():
-            logits = draft(drafter, target, ids, residuals[0], anchors)
+            logits = draft(drafter, target, ids, residual, anchors)
             same = (p.argmax(-1) == logits.argmax(-1)).float()
             entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
             overlaps = [torch.minimum(p, (logits / t).softmax(-1)).sum(-1) for t in DRAFT_TEMPERATURES]
@@ -94,8 +94,7 @@ def main() -> None:
     recipe = load_recipe(RECIPE)
     target, _ = load_target(recipe.target, None, "float32")
     data, _ = load_recipe_data(recipe, recipe.eval_data, AutoTokenizer.from_pretrained(recipe.target))
-    indices = torch.linspace(0, len(data) - 1, min(args.num_prompts, len(data))).long().tolist()
-    prompts = [list(row["input_ids"][: max(row["loss_mask"].index(1), 1)]) for row in map(data.__getitem__, indices)]
+    prompts = spaced_prompts(data, args.num_prompts)
     drafters = {
         "mtp:6 (the target": (drafts_of_mtp, load_mtp(recipe.target, target.config)),
         "mtp:6 (mtp": (drafts_of_mtp, load_mtp(args.runs / "mtp-42" / "final", target.config)),

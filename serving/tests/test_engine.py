@@ -26,17 +26,20 @@ def different(drafts) -> int:
 # ------------------------------------------------------------------------------------------------- V1, sliding layers
 
 
+def new_tokens(drafter: str) -> int:
+    return 80 if drafter in LONG else 40
+
+
 def drafted_by(engine, drafter: str) -> dict:
     """Three batches of four prompts, sequences across pages and window; pages of finished requests are used again."""
-    return engine(drafter=f"{drafter}/served", max_tokens=80 if drafter in LONG else 40, watch=True)
+    return engine(drafter=f"{drafter}/served", max_tokens=new_tokens(drafter), watch=True)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_drafted_greedy_tokens_are_the_plain_ones(engine, drafter):
     drafted = drafted_by(engine, drafter)
-    new = 80 if drafter in LONG else 40
     for ours, plain in zip(drafted["tokens"], engine()["tokens"], strict=True):
-        assert ours == [tokens[:new] for tokens in plain]
+        assert ours == [tokens[: new_tokens(drafter)] for tokens in plain]
     assert drafted["metrics"]["vllm:spec_decode_num_drafts"] > 0
 
 

@@ -6,9 +6,9 @@
 
 The text is the standard library's own source, byte by byte: pieces of it train the target (three sliding layers), and
 the drafter, which goes on with a sequential head as a second one. Minutes would not teach the head much: it starts as
-what the text's pairs of bytes say. `replay` decodes nothing: it drafts along the
-sequences that vLLM wrote and counts how many drafts each round would have had accepted. What is finished is
-not made again, unless this file or one that it writes with is another.
+what the text's pairs of bytes say. `replay` decodes nothing: it drafts along the sequences that vLLM wrote and counts
+how many drafts each round would have had accepted. What is finished is not made again, unless this file or one that it
+writes with is another.
 """
 
 import argparse
@@ -20,13 +20,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from make_tiny import BUILD, LAYERS, MASK_TOKEN_ID, VOCAB_SIZE, drafter_config, export, target_config
+from make_tiny import BUILD, LAYERS, VOCAB_SIZE, drafter_config, export, target_config
 from official import save_official
 from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hyperdflash.generation.init import new_drafter
+from hyperdflash.generation_hyperdflash import ResidualTap
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.batches import SampleDataset
 from hyperdflash.training.rows import progress_is_hidden
@@ -165,14 +166,13 @@ def load_target(dtype: torch.dtype) -> DeepseekV4ForCausalLM:
 def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]:
     """Accepted drafts of each round, had greedy decoding of the prompt given `ids`."""
     K = drafter.config.block_size
-    kept = []
-    hook = target.model.hc_head.register_forward_pre_hook(lambda module, args: kept.append(args[0]))
-    target.model(torch.tensor([ids]), use_cache=False)
-    hook.remove()
     tokens = torch.tensor([ids])
+    with ResidualTap(target, drafter.config) as tap:
+        target.model(tokens, use_cache=False)
+        residual = tap.take()
     rounds, anchor = [], num_prompt  # the first new token is the prefill's own
     while anchor + 1 < len(ids):
-        noise, drafts = torch.full((1, K), MASK_TOKEN_ID), []
+        noise, drafts = drafter.new_noise_ids(tokens.device), []
         noise[0, 0] = ids[anchor]
 
         def choose(logits, drafts=drafts):
@@ -180,7 +180,7 @@ def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]
             return logits.argmax(-1)
 
         drafter.propose(
-            kept[0][:, :anchor], tokens[:, : anchor + 1], noise, anchor, K - 1, target, None, False, choose
+            residual[:, :anchor], tokens[:, : anchor + 1], noise, anchor, K - 1, target, None, False, choose
         )
         truth = ids[anchor + 1 : anchor + K]
         accepted = next((i for i, token in enumerate(truth) if token != drafts[i]), len(truth))

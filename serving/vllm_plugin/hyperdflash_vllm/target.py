@@ -51,17 +51,17 @@ class HyperDeepseekV4ForCausalLM(DeepseekV4ForCausalLM):
     def load_weights(self, weights):
         """As vLLM's; once these tensors are there, in one call or in several, the target is compared with the one that
         drafter or features are made for. Weights that come later are taken as they are."""
-        unseen = set(self.unseen)
+        if self.made_for is None or not self.unseen:
+            return super().load_weights(weights)
 
         def noted():
             for name, tensor in weights:
-                unseen.discard(name.removeprefix("model."))
+                self.unseen.discard(name.removeprefix("model."))
                 yield name, tensor
 
         loaded = super().load_weights(noted())
-        if self.made_for is not None and self.unseen and not unseen:
+        if not self.unseen:
             check_fingerprint(self.made_for, {name: self.model.get_parameter(name) for name in COMPARED})
-        self.unseen = unseen
         return loaded
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
