@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
 TINY := examples/tiny
-CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py \
+CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py target_hyperdflash.py generation_hyperdflash.py \
   pairing_hyperdflash.py
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
@@ -64,7 +64,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)  ## where the time of a round goes
 	for drafter in drafter-paper drafter; do \
-	  echo $$drafter && $(BIN)/python -m hyperdflash.generation.speed --drafter $(TINY)/$$drafter || exit; \
+	  echo $$drafter && $(BIN)/python -m hyperdflash.benchmark.profile_rounds --drafter $(TINY)/$$drafter || exit; \
 	done
 
 closure:  ## copy the code that the Hub loads into the example drafters
@@ -74,18 +74,18 @@ closure:  ## copy the code that the Hub loads into the example drafters
 
 tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(MAKE) tiny-corpus
-	$(BIN)/python $(TINY)/tokenizer.py
-	$(TRAIN) $(TINY)/train_target.py
+	$(BIN)/python $(TINY)/make/tokenizer.py
+	$(TRAIN) $(TINY)/make/train_target.py
 	$(MAKE) tiny-texts
 	$(MAKE) tiny-drafter
 
 tiny-corpus: $(STAMP)  ## documents of three domains
 	$(BIN)/pip install -q -c constraints.txt -r $(TINY)/requirements.txt
-	$(BIN)/python $(TINY)/corpus.py $(CORPUS_OPTIONS)
+	$(BIN)/python $(TINY)/make/corpus.py $(CORPUS_OPTIONS)
 
 tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the held-out prompts: an hour, resumable
 	test -e $(TINY)/build/train-chat.jsonl || $(MAKE) tiny-corpus
-	$(BIN)/python $(TINY)/prompts.py
+	$(BIN)/python $(TINY)/make/prompts.py
 	for part in code:192 math:128 chat:64; do \
 	  domain=$${part%:*}; write="data regenerate --target $(TINY)/target --dtype float32 --threads 1 --batch-size 96 \
 	    --max-new-tokens $${part#*:}"; texts=$(TINY)/build/texts; mkdir -p $$texts; \
@@ -99,7 +99,7 @@ tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the 
 
 tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without: about an hour, resumable
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only hyperdflash-42 markov-42
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only hyperdflash-42 markov-42
 	cp -r $(RUNS)/hyperdflash-42/final/. $(TINY)/drafter-paper/
 	cp -r $(RUNS)/markov-42/final/. $(TINY)/drafter/
 	$(MAKE) closure
@@ -107,11 +107,11 @@ tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only headline ablations seeds texts
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only headline ablations seeds texts
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
 	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
 	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
-	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/baselines.py --methods)
+	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/evidence/baselines.py --methods)
 	$(BENCHMARK) --output $(TINY)/build/benchmarks/seeds --methods hyperdflash:6=$(call short,base) dflash:6=$(call short,dflash)
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
 	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
@@ -120,21 +120,21 @@ tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md 
 	$(call results,seeds)
 	$(call results,texts)
 	rm docs/results/ablations/*.png docs/results/seeds/*.png docs/results/texts/*.png  # not shown anywhere
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
-	$(BIN)/python $(TINY)/evidence.py
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/residual_paths.py
+	$(BIN)/python $(TINY)/evidence/evidence.py
 
 tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hours more, resumable
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only heads
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only heads
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/heads --methods mtp:6 mtp:6=$(call seeds,mtp) \
 	  hyperdflash:6=$(call seeds,hyperdflash) hyperdflash+markov:6=$(call seeds,markov) \
 	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
 	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/first_slot.py $(RUNS) docs/results/heads/first_slot.json
-	$(BIN)/python $(TINY)/evidence.py
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/calibration.py $(RUNS)/markov-42/final docs/results/heads
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
+	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/first_slot.py $(RUNS) docs/results/heads/first_slot.json
+	$(BIN)/python $(TINY)/evidence/evidence.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)

@@ -3,7 +3,7 @@
     from hyperdflash import HyperDFlashModel            # or AutoModel.from_pretrained(..., trust_remote_code=True)
     target.generate(**inputs, assistant_model=drafter)  # greedy: the same ids as without the drafter
 
-Importing `HyperDFlashModel` teaches `DeepseekV4ForCausalLM` assisted generation (`generation_hyperdflash.py`). Exports
+Importing `HyperDFlashModel` teaches `DeepseekV4ForCausalLM` assisted generation (`target_hyperdflash.py`). Exports
 are lazy: importing this package alone loads neither torch nor transformers.
 """
 
@@ -16,14 +16,14 @@ _EXPORTS = {
     "HyperDFlashModel": "modeling_hyperdflash",
     "HyperDFlashGenerateOutput": "generation_hyperdflash",
     "SpeculativeStats": "generation_hyperdflash",
-    "make_rewindable": "cache_hyperdflash",
+    "make_rewindable": "target_hyperdflash",
     "encode_messages": "encoding_deepseek_v4",
     "encode_with_mask": "encoding_deepseek_v4",
-    "init_drafter": "generation.init",
+    "init_drafter": "training.init",
     "load_data": "training.data",
     "OnlineFeatures": "training.target",
     "OfflineFeatures": "training.feature_store",
-    "SampleDataset": "training.batches",
+    "SampleDataset": "training.dataset",
     "HyperDFlashTrainer": "training.trainer",
     "HyperDFlashTrainingArguments": "training.arguments",
     "export_drafter": "training.export",

@@ -192,3 +192,19 @@ def _plain_ids(text: str, tokenizer, cuts: re.Pattern) -> list[int]:
     bounds = [0, *(match.start() + 1 for match in cuts.finditer(text)), len(text)]
     pieces = [text[start:end] for start, end in zip(bounds, bounds[1:], strict=False) if start < end]
     return [i for ids in tokenizer(pieces, add_special_tokens=False)["input_ids"] for i in ids] if pieces else []
+
+
+def to_message(ids: list[int], tokenizer, mode: str, eos_ids: set[int]) -> dict:
+    """The assistant message that the answer's ids stand for. Reasoning ends at the first `</think>`; without one, all
+    of it is reasoning."""
+    ids = ids[:-1] if ids and ids[-1] in eos_ids else ids
+    end = tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
+    if mode != "thinking":
+        return {"role": "assistant", "content": _decode(ids, tokenizer)}
+    split = ids.index(end) if end in ids else len(ids)
+    reasoning, content = _decode(ids[:split], tokenizer), _decode(ids[split + 1 :], tokenizer)
+    return {"role": "assistant", "reasoning": reasoning, "content": content}
+
+
+def _decode(ids: list[int], tokenizer) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

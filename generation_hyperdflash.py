@@ -12,22 +12,17 @@ for every token, with the true prefix, as in plain decoding, so processors that 
 Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
 """
 
-import functools
-import inspect
-import threading
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import transformers
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import (
     EosTokenCriteria,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     GenerateDecoderOnlyOutput,
-    GenerationMixin,
     LogitNormalization,
     MaxLengthCriteria,
     MinPLogitsWarper,
@@ -37,13 +32,14 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
-from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from .cache_hyperdflash import make_rewindable
-from .configuration_hyperdflash import UNTESTED_TRANSFORMERS
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
+from .target_hyperdflash import (
+    ResidualTap,
+    _stop_recording,
+)
 
 logger = logging.get_logger(__name__)
 
@@ -61,79 +57,8 @@ ROWWISE_PROCESSORS = (
 
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 
-# What the set-up replaces and what it expects of it: a moved seam is reported by name instead of failing deep inside.
-_SEAMS = {
-    "_assisted_decoding": {
-        "input_ids",
-        "logits_processor",
-        "stopping_criteria",
-        "generation_config",
-        "assistant_model",
-    },
-    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
-    "_prepare_cache_for_generation": {"generation_config", "model_kwargs", "generation_mode"},
-    "_prefill": {"input_ids", "generation_config", "model_kwargs"},
-    "prepare_inputs_for_generation": {"input_ids", "next_sequence_length"},
-    "_optimize_model_for_decode": set(),
-}
-
 
 # ---------------------------------------------------------------------------------------------------------- set-up
-
-
-def set_up_deepseek_v4() -> None:
-    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, nor from another copy.
-
-    Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
-    """
-    if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
-        return
-    for name, expected in _SEAMS.items():
-        method = getattr(GenerationMixin, name, None)
-        missing = expected - set(inspect.signature(method).parameters) if method else expected
-        if missing:
-            what = f"GenerationMixin.{name}({', '.join(sorted(expected))})"
-            raise ImportError(UNTESTED_TRANSFORMERS.format(what=what, version=transformers.__version__))
-    _assisted_decoding.asks_the_assistant = True
-    for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
-        name = method.__name__  # the library's signature stays visible: `generate` reads it
-        setattr(DeepseekV4ForCausalLM, name, functools.wraps(getattr(GenerationMixin, name))(method))
-    DeepseekV4ForCausalLM._is_stateful = False
-
-
-def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
-    if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
-        return loop(self, input_ids, *args, **kwargs)
-    if (cache := kwargs.get("cache")) is not None and cache.get_seq_length():
-        raise ValueError(
-            f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
-            "feed them again. Pass no cache, or use a HyperDFlash drafter"
-        )
-    try:
-        return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    finally:
-        _stop_recording(cache)
-
-
-def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-    if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
-        validate(self, generation_mode, generation_config)
-    GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
-
-
-def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
-    GenerationMixin._prepare_cache_for_generation(
-        self, generation_config, model_kwargs, generation_mode, *args, **kwargs
-    )
-    assisted = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
-    if assisted and model_kwargs.get("cache") is not None:
-        make_rewindable(model_kwargs["cache"], self.config)
-
-
-def _stop_recording(cache: Cache | None) -> None:
-    for layer in cache.layers if cache is not None else ():
-        if hasattr(layer, "deactivate_past_recording"):
-            layer.deactivate_past_recording()
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
@@ -211,56 +136,6 @@ class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
     speculation: SpeculativeStats | None = None
 
 
-# ------------------------------------------------------------------------------------------------------ residual tap
-
-
-class ResidualTap:
-    """Collects what a drafter reads from the target's forwards, for one call.
-
-    `pre_hc_head`: the input of hc_head, `(B, T, m, D)`. `hidden_layers`: outputs of the tapped layers, concatenated on
-    the last axis. Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
-    """
-
-    def __init__(self, target: DeepseekV4ForCausalLM, config):
-        self.target, self.config = target, config
-        self._outputs: list[list[torch.Tensor]] = []
-        self._handles = []
-
-    def __enter__(self):
-        thread = threading.get_ident()
-        model = self.target.model
-
-        def keep(slot, tensor):
-            if threading.get_ident() == thread:
-                self._outputs[slot].append(tensor)
-
-        if self.config.context_source == "pre_hc_head":
-            self._outputs = [[]]
-            self._handles = [model.hc_head.register_forward_pre_hook(lambda module, args: keep(0, args[0]))]
-        else:
-            self._outputs = [[] for _ in self.config.target_layer_ids]
-            self._handles = [
-                model.layers[i].register_forward_hook(lambda module, args, output, slot=slot: keep(slot, output))
-                for slot, i in enumerate(self.config.target_layer_ids)
-            ]
-        return self
-
-    def __exit__(self, *exc):
-        for handle in self._handles:
-            handle.remove()
-
-    def take(self) -> torch.Tensor:
-        """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
-        layers = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in self._outputs]
-        self.clear()
-        # A target spread over several devices leaves its layers' outputs where they were computed
-        return torch.cat([x.to(layers[-1].device) for x in layers], dim=-1) if len(layers) > 1 else layers[0]
-
-    def clear(self) -> None:
-        """Forget what was collected, as after forwards that are not the loop's (a processor that runs the target)."""
-        self._outputs = [[] for _ in self._outputs]
-
-
 # ------------------------------------------------------------------------------------------------------ the assistant
 
 
@@ -268,8 +143,7 @@ class HyperDFlashAssistant:
     """What makes the drafter an assistant: checks before a call, and the decoding loop.
 
     A model class with `config`, `device`, `dtype` and a `forward` in transformers' DFlash protocol mixes this in.
-    A drafter of another kind overrides `max_drafts`, `validate_call` and `propose`; what it reads of the target is the
-    residual, unless its config has another `context_source`.
+    A drafter of another kind overrides `max_drafts`, `tapped_layer_ids`, `validate_call` and `propose`.
     """
 
     _targets_compared = weakref.WeakKeyDictionary()  # drafter -> targets whose fingerprint was compared
@@ -278,6 +152,11 @@ class HyperDFlashAssistant:
     def max_drafts(self) -> int:
         """Drafts of a round, at most."""
         return self.config.block_size - 1
+
+    @property
+    def tapped_layer_ids(self) -> list[int] | None:
+        """Target layers whose outputs the drafter reads; None for the residual before hc_head."""
+        return self.config.tapped_layer_ids
 
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
@@ -380,7 +259,7 @@ class HyperDFlashAssistant:
         """
         cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
         loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        with ResidualTap(target, self.config) as tap:
+        with ResidualTap(target, self.tapped_layer_ids) as tap:
             try:
                 return loop.run(tap, cache, model_kwargs)
             finally:
@@ -696,6 +575,3 @@ def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -
         first = max(residual.shape[1] - config.sliding_window, 0)
         residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
     return residual
-
-
-set_up_deepseek_v4()

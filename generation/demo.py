@@ -7,10 +7,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from ..common.checkpoint import load_drafter, load_target
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
-from .generate import load_drafter, load_target
-from .metrics import first_difference, timed_greedy
+from .decoding import first_difference, timed_greedy
 from .streaming import LEGEND, DraftStreamer
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"

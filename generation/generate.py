@@ -12,15 +12,12 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
+from ..common.checkpoint import DTYPES, load_drafter, load_target
 from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
-from ..modeling_hyperdflash import HyperDFlashModel
-from .metrics import describe
+from .decoding import describe
 from .streaming import LEGEND, DraftStreamer
 from .trace import RoundRecorder, check_trace_path, write_trace
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -162,32 +159,3 @@ def prompt_ids(messages: list[dict], tokenizer, args: argparse.Namespace) -> tor
         add_generation_prompt=True,
     )
     return torch.tensor([ids])
-
-
-def check_folder(name: str) -> None:
-    """Raises `OSError` where a path was meant and is no folder; what else a name may be is the Hub's to say."""
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise OSError(f"no folder {name}")
-
-
-def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
-    """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
-    check_folder(name)
-    model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
-    if model_type != "deepseek_v4":
-        raise ValueError(f"{name} is a {model_type} model; HyperDFlash drafts for deepseek_v4")
-    target = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, device_map=device_map)
-    return target.eval(), AutoTokenizer.from_pretrained(name, revision=revision)
-
-
-def load_drafter(name: str, revision: str | None, dtype: str, target) -> HyperDFlashModel:
-    """The drafter, by this package's own code, on the target's device. Raises `ValueError` for another model."""
-    check_drafter_type(name, revision)
-    return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=dtype).eval().to(target.device)
-
-
-def check_drafter_type(name: str, revision: str | None = None) -> None:
-    """Raises `ValueError` for a model that is no drafter, `OSError` for none at all."""
-    model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
-    if model_type != "hyperdflash":
-        raise ValueError(f"{name} is no HyperDFlash drafter: its model_type is {model_type}")

@@ -28,9 +28,9 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4RotaryEmbedding,
 )
 
+from ..common.checkpoint import file_in, tensor_files
 from ..generation_hyperdflash import HyperDFlashAssistant, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
-from .init import file_in, tensor_files
 
 PREFIX = "mtp.0."
 
@@ -70,11 +70,12 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     """
 
     # transformers lets a model's experts run in one kernel where its module has the text @use_experts_implementation
+    tapped_layer_ids = None  # the residual before hc_head
     max_drafts = 3  # an attribute, where the drafter's is derived from its block
 
     def __init__(self, config: DeepseekV4Config, max_drafts: int = 3):
         one_layer = {"num_hidden_layers": 1, "layer_types": ["sliding_attention"], "mlp_layer_types": ["moe"]}
-        config = DeepseekV4Config(**{**config.to_dict(), **one_layer, "context_source": "pre_hc_head"})
+        config = DeepseekV4Config(**{**config.to_dict(), **one_layer})
         super().__init__(config)
         self.max_drafts = max_drafts
         D = config.hidden_size

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from transformers.utils import cached_file
 
-from .methods import DRAFTERS
-from .report import RESULTS_FILE
+from ..benchmark.methods import DRAFTERS
+from ..benchmark.report import RESULTS_FILE
 
 
 class Promise(NamedTuple):

@@ -8,7 +8,7 @@
     write_trace("trace.html", [recorder.trace("my prompt")])      # one page can hold many calls
 
 `trace.html` beside this file is the template: style and script. The lines are there without the script, which adds the
-cards. `rounds.py` records.
+cards. `trace_recorder.py` records.
 
     .venv/bin/python -m pytest tests/test_trace.py
 """
@@ -25,10 +25,10 @@ from pathlib import Path
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from ..common.console import visible
+from ..common.files import write_atomically
 from ..generation_hyperdflash import SpeculativeStats
-from ..training.files import write_atomically
-from ..training.preview import visible
-from .rounds import ACCEPTED, BEHIND, CUT, OWN, REJECTED, Round, RoundRecorder, Slot, Trace
+from .trace_recorder import ACCEPTED, BEHIND, CUT, OWN, REJECTED, Round, RoundRecorder, Slot, Trace
 
 __all__ = ["RoundRecorder", "check_trace_path", "write_trace"]
 

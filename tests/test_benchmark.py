@@ -19,15 +19,16 @@ from tiny_v4 import ALWAYS, ScriptedDrafter, tiny_drafter, tiny_drafter_config, 
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from hyperdflash.generation import benchmark as module
-from hyperdflash.generation.benchmark import Benchmark, Plan, call_seed
-from hyperdflash.generation.cli import UsageError, main
-from hyperdflash.generation.clock import timed_call
+from hyperdflash.__main__ import main
+from hyperdflash.benchmark import benchmark as module
+from hyperdflash.benchmark.benchmark import Benchmark, Plan, call_seed
+from hyperdflash.benchmark.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
+from hyperdflash.benchmark.prompt_sets import Prompt, PromptSet
+from hyperdflash.benchmark.records import Records
+from hyperdflash.benchmark.timing import timed_call
+from hyperdflash.common.console import UsageError
 from hyperdflash.generation.demo import TINY
-from hyperdflash.generation.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
 from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
-from hyperdflash.generation.prompt_sets import Prompt, PromptSet
-from hyperdflash.generation.records import Records
 
 VOCAB_SIZE = 4096
 PLAIN = Arm("target-only", None, {})
@@ -531,7 +532,7 @@ def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, 
     options = ["--temperatures", "0", "1", "--seeds", "3", "--max-new-tokens", "40", "--threads", "1"]
     argv = ["benchmark", "target", "--methods", "hyperdflash:3=a/final", "--prompts", "two.jsonl", *options]
     out = tmp_path / "killed"
-    code = "import sys; from hyperdflash.generation.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from hyperdflash.__main__ import main; sys.exit(main(sys.argv[1:]))"
     process = subprocess.Popen([sys.executable, "-c", code, *argv, "--output", str(out)], cwd=world)
     records = out / "records.jsonl"
     while process.poll() is None and (not records.is_file() or records.read_bytes().count(b"\n") < 5):
@@ -826,7 +827,7 @@ def test_a_revision_of_a_folder_is_refused(command, capsys):
 
 
 def test_missing_matplotlib_is_said_before_any_work(command, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("hyperdflash.training.card.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("hyperdflash.common.console.importlib.util.find_spec", lambda name: None)
     assert command() == (1, None)
     assert "pip install matplotlib" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_v4 import random_ids, tiny_drafter, tiny_target
 
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import anchor_seed, attention_masks, draw_anchors, make_blocks
 
 
@@ -97,7 +97,7 @@ def test_training_blocks_have_the_logits_that_decoding_drafts_from(window):
     target = tiny_target()
     drafter = tiny_drafter(target, block_size=5, sliding_window=window)
     ids = random_ids(40)
-    with ResidualTap(target, drafter.config) as tap:
+    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
         target(ids, use_cache=False)
         residual = tap.take()
     anchors = [1, 2, 7, 8, 9, 20, 31, 38]
@@ -131,7 +131,7 @@ def test_flex_attention_gives_what_a_dense_mask_gives():
     types = ["sliding_attention", "full_attention"]
     drafter = tiny_drafter(target, block_size=4, sliding_window=8, layer_types=types)
     ids = random_ids(48)
-    with ResidualTap(target, drafter.config) as tap:
+    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
         target(ids, use_cache=False)
         residual = tap.take()
     anchors = torch.tensor([[3, 9, 10, 30, -1]])

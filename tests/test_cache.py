@@ -7,7 +7,7 @@ import torch
 from tiny_v4 import CSA, HCA, MIXED, SLIDING, assert_same_state, random_ids, tiny_target
 from transformers import DynamicCache, StaticCache
 
-from hyperdflash.cache_hyperdflash import RewindableSlidingLayer, make_rewindable
+from hyperdflash.target_hyperdflash import RewindableSlidingLayer, make_rewindable
 
 STACKS = {"sliding": (SLIDING, SLIDING), "csa": (CSA, CSA), "hca": (HCA, HCA), "mixed": MIXED}
 

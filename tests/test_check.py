@@ -17,19 +17,20 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_v4 import MASK_TOKEN_ID, SLIDING, random_ids, tiny_drafter, tiny_target
 
+from hyperdflash.__main__ import main
+from hyperdflash.benchmark.prompt_sets import read_file
+from hyperdflash.check import check
+from hyperdflash.check.check import CAUSE_FOUND, FAIL, OK, WARNING, examine
+from hyperdflash.check.experiments import Pair, Score
+from hyperdflash.common.checkpoint import load_drafter, load_target
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
-from hyperdflash.generation import check
-from hyperdflash.generation.check import CAUSE_FOUND, FAIL, OK, WARNING, examine
-from hyperdflash.generation.cli import main
 from hyperdflash.generation.demo import PROMPTS, TINY
-from hyperdflash.generation.experiments import Pair, Score
-from hyperdflash.generation.generate import load_drafter, load_target
-from hyperdflash.generation.init import init_drafter
 from hyperdflash.generation.promises import Promise, read_promises
-from hyperdflash.generation.prompt_sets import read_file
-from hyperdflash.generation_hyperdflash import ResidualTap, SpeculativeStats, _Loop
+from hyperdflash.generation_hyperdflash import SpeculativeStats, _Loop
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import attention_masks, make_blocks
+from hyperdflash.training.init import init_drafter
 
 # Without heads: with them a drafter is right more often whatever is wrong with it, and causes show less
 TARGET, DRAFTER, WITH_HEADS = TINY / "target", TINY / "drafter-paper", TINY / "drafter"
@@ -550,7 +551,7 @@ def test_tapped_layers_configured_as_the_final_residual_are_named():
 def test_data_that_the_target_did_not_write_is_named(school):
     """The drafter knows the given answers by heart; the target answers the same prompts otherwise."""
     given = torch.cat([torch.cat([p, random_ids(NEW_TOKENS, seed=50 + i)], 1) for i, p in enumerate(school.prompts)])
-    with ResidualTap(school.target, school.teach(school.residual, steps=0).config) as tap, torch.no_grad():
+    with ResidualTap(school.target) as tap, torch.no_grad():
         school.target.model(given, use_cache=False)
         residual = tap.take()
     drafter = school.teach(residual, ids=given)

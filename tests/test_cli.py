@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config
 
-from hyperdflash.generation.cli import main
+from hyperdflash.__main__ import main
+from hyperdflash.generation.decoding import first_difference
 from hyperdflash.generation.demo import TINY
-from hyperdflash.generation.metrics import first_difference
 from hyperdflash.generation.streaming import DraftStreamer
 
 TARGET, DRAFTER = str(TINY / "target"), str(TINY / "drafter")

@@ -6,9 +6,10 @@ import pytest
 import torch
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
-from hyperdflash.generation import clock as module
-from hyperdflash.generation.clock import Clock, accelerators, time_at_rest
-from hyperdflash.generation.rounds import RoundRecorder
+from hyperdflash.benchmark import timing as module
+from hyperdflash.benchmark.timing import Clock
+from hyperdflash.generation.decoding import accelerators, time_at_rest
+from hyperdflash.generation.trace_recorder import RoundRecorder
 
 
 def on(*devices):
@@ -42,7 +43,7 @@ def test_offloaded_weights_are_computed_with_on_the_current_accelerator(waits, m
 def test_the_recorder_of_rounds_waits_as_the_clock_does(waits, monkeypatch):
     target = tiny_target()
     drafter = tiny_drafter(target)
-    monkeypatch.setattr("hyperdflash.generation.rounds.accelerators", lambda *models: {torch.device("cuda:1")})
+    monkeypatch.setattr("hyperdflash.generation.trace_recorder.accelerators", lambda *models: {torch.device("cuda:1")})
     with RoundRecorder(target, drafter, None):
         greedy(target, random_ids(4), 4, assistant_model=drafter)
     assert len(waits) > 4

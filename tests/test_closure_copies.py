@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = (
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
-    "cache_hyperdflash.py",
+    "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
 )

@@ -10,8 +10,8 @@ from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 from transformers import DeepseekV4Config
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.generation.init import drafter_config
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.training.init import drafter_config
 
 ROOT = Path(__file__).resolve().parents[1]
 

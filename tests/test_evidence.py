@@ -8,13 +8,13 @@ import pytest
 import torch
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
+from hyperdflash.benchmark.methods import parse_methods
 from hyperdflash.generation.demo import TINY
-from hyperdflash.generation.methods import parse_methods
 from hyperdflash.generation.mtp import DeepseekV4MTP
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.arguments import load_recipe, recipe_values
 
-sys.path.insert(0, str(TINY))
+sys.path.insert(0, str(TINY / "evidence"))
 import baselines  # noqa: E402
 import calibration  # noqa: E402
 import evidence  # noqa: E402
@@ -217,7 +217,7 @@ def test_the_first_drafts_along_a_text_are_those_of_decoding_it(kind, monkeypatc
     ids = greedy(target, prompt, 30, assistant_model=drafter, num_assistant_tokens=1)
     monkeypatch.undo()
     assert len(rounds) > 10
-    with ResidualTap(target, drafter.config) as tap:
+    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
         target(ids, use_cache=False)
         residual = tap.take()
     anchors = torch.tensor([position for position, _ in rounds])

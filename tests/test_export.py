@@ -21,16 +21,17 @@ from safetensors.torch import load_file, save_file
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 from transformers.utils import hub
 
-from hyperdflash.generation import cli
+from hyperdflash import __main__ as cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.training import card, export
+from hyperdflash.training import export
+from hyperdflash.training import model_card as card
 from hyperdflash.training.export import export_drafter
 
 GATE = ("hc_fn", "hc_base", "hc_scale", "path_norm")
 CODE = {
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
-    "cache_hyperdflash.py",
+    "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
     "custom_generate/generate.py",

@@ -23,9 +23,9 @@ from tiny_v4 import features_recipe, tiny_drafter_config, tiny_target
 from torch.utils.data import DataLoader
 from transformers.models.deepseek_v4 import modeling_deepseek_v4
 
-from hyperdflash.generation import cli
+from hyperdflash import __main__ as cli
 from hyperdflash.training import feature_store, features
-from hyperdflash.training.batches import SampleDataset, collate
+from hyperdflash.training.dataset import SampleDataset, collate
 from hyperdflash.training.feature_store import FeatureWriter, OfflineFeatures, plan_shards
 from hyperdflash.training.features import extract, make_batches, verify
 from hyperdflash.training.target import OnlineFeatures, TargetHead

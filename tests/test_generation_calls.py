@@ -45,9 +45,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 import hyperdflash.generation_hyperdflash as generation
-from hyperdflash.cache_hyperdflash import RewindableSlidingLayer, make_rewindable
-from hyperdflash.generation_hyperdflash import set_up_deepseek_v4
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
+from hyperdflash.target_hyperdflash import RewindableSlidingLayer, make_rewindable, set_up_deepseek_v4
 
 PROMPT_LENGTH = 10
 SEAMS = ("_assisted_decoding", "_validate_generation_mode", "_prepare_cache_for_generation")

@@ -9,20 +9,22 @@ import torch
 from huggingface_hub import constants
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_drafter, tiny_target
+from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_target
 from transformers import DeepseekV4Config, DynamicCache
 
+from hyperdflash import __main__ as cli
 from hyperdflash import generation_hyperdflash
-from hyperdflash.generation import cli, init
-from hyperdflash.generation.init import default_sizes, drafter_config, init_drafter, spread_layers, written_whole
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.common.files import written_whole
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import compare_fingerprint, fingerprint_tensors, target_fingerprint
+from hyperdflash.target_hyperdflash import ResidualTap
+from hyperdflash.training import init
+from hyperdflash.training.init import default_sizes, drafter_config, init_drafter, spread_layers
 
 CLOSURE = {
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
-    "cache_hyperdflash.py",
+    "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
 }
@@ -219,7 +221,7 @@ def test_the_tapped_residual_is_what_the_targets_head_collapses(target, cached):
     ids = random_ids(13)
     cache = DynamicCache(config=target.config) if cached else None
     parts = ids.split([9, 1, 3], dim=1) if cached else [ids]
-    with torch.no_grad(), ResidualTap(target, tiny_drafter(target).config) as tap:
+    with torch.no_grad(), ResidualTap(target) as tap:
         states = [target.model(part, cache=cache, use_cache=cached).last_hidden_state for part in parts]
         residual = tap.take()
         assert residual.shape == (1, 13, 2, 32)

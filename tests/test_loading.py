@@ -21,14 +21,14 @@ from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_drafter_config, tiny
 from transformers import AutoModel, GenerationConfig
 from transformers.utils import hub
 
-from hyperdflash.generation.init import init_drafter
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.training.init import init_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 CLOSURE = (
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
-    "cache_hyperdflash.py",
+    "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
 )

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
-from hyperdflash.generation_hyperdflash import ResidualTap, num_worth_verifying
+from hyperdflash.generation_hyperdflash import num_worth_verifying
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import make_blocks, previous_ids
 from hyperdflash.training.losses import LossOutput, confidence_loss, drafter_loss, slot_weights
 
@@ -102,7 +103,7 @@ def test_decoding_chooses_what_training_scores(gate, monkeypatch):
     greedy(target, random_ids(9), 20, assistant_model=drafter)
     assert len(rounds) > 5
     for ids, drafts, noise_ids in rounds:
-        with ResidualTap(target, drafter.config) as tap:
+        with ResidualTap(target) as tap:
             target(ids[:, :-1], use_cache=False)
             residual = tap.take()
         anchor = noise_ids[:, :1]

@@ -16,9 +16,9 @@ from tiny_v4 import (
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from hyperdflash.generation.metrics import TIE_GAPS, first_difference
+from hyperdflash.generation.decoding import TIE_GAPS, first_difference
 from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.target_hyperdflash import ResidualTap
 
 
 def tiny_mtp(target, max_drafts=3, seed=2) -> DeepseekV4MTP:
@@ -65,7 +65,7 @@ def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, mon
     greedy(target, random_ids(11), 30, assistant_model=mtp)
     assert len(rounds) > 10
     for ids, drafts in rounds:
-        with ResidualTap(target, mtp.config) as tap:
+        with ResidualTap(target) as tap:
             target(ids[:, :-1], use_cache=False)
             residual = tap.take()
         tokens, expected = ids[:, 1:], []

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, USER, make_tokenizer, say
 
+from hyperdflash.common.console import visible
 from hyperdflash.training import preview
 from hyperdflash.training.data import DataReport, Sample
-from hyperdflash.training.preview import Piece, as_page, as_text, make_pieces, visible
+from hyperdflash.training.preview import Piece, as_page, as_text, make_pieces
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny" / "target"

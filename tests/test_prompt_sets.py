@@ -5,8 +5,8 @@ import json
 import datasets
 import pytest
 
-from hyperdflash.generation.cli import UsageError
-from hyperdflash.generation.prompt_sets import PUBLIC_SETS, Prompt, check_names, fetch, read_file
+from hyperdflash.benchmark.prompt_sets import PUBLIC_SETS, Prompt, check_names, fetch, read_file
+from hyperdflash.common.console import UsageError
 
 
 def write(path, rows):

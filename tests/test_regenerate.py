@@ -20,9 +20,9 @@ from transformers import AutoTokenizer
 
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
 from hyperdflash.training import regenerate as command
-from hyperdflash.training.answers import Sampling, ServerWriter, TargetWriter, Turn, choose, take_batch
 from hyperdflash.training.data import load_data
 from hyperdflash.training.regenerate import Output, answer_positions, regenerate
+from hyperdflash.training.writers import Sampling, ServerWriter, TargetWriter, Turn, choose, take_batch
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny" / "target"
 QUESTIONS = ["I need a cheap hotel.", "Is there a train to Ely?", "Hello", "What is 3 + 4?", "Thank you, goodbye."]
@@ -619,7 +619,7 @@ def target():
 @pytest.fixture
 def write(target, tokenizer, tmp_path, monkeypatch):
     """Run `regenerate` with the tiny target; returns the rows by source."""
-    monkeypatch.setattr("hyperdflash.training.answers.load_target", lambda *args: (target, None))
+    monkeypatch.setattr("hyperdflash.training.writers.load_target", lambda *args: (target, None))
 
     def run(rows, name="out", *, batch_size=8, max_new_tokens=16, sampling=None, **kwargs):
         file, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"{name}.jsonl"

@@ -7,9 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from hyperdflash.generation.cli import main
-from hyperdflash.generation.plot import acceptance_curve
-from hyperdflash.generation.report import (
+from hyperdflash.__main__ import main
+from hyperdflash.benchmark.plot import acceptance_curve
+from hyperdflash.benchmark.report import (
     bootstrap,
     lossless_line,
     make_interval_tables,

@@ -5,7 +5,7 @@ import torch
 from tiny_v4 import random_ids, tiny_drafter, tiny_target
 from transformers import DynamicCache
 
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.target import OnlineFeatures, TargetHead
 
 
@@ -26,7 +26,7 @@ def test_the_feature_is_the_residual_that_the_target_collapses():
     torch.testing.assert_close(target.model.norm(target.model.hc_head(features.residual)), last, atol=1e-5, rtol=0)
 
     cache = DynamicCache(config=target.config)
-    with ResidualTap(target, config) as tap:
+    with ResidualTap(target) as tap:
         for i in (slice(0, 7), *(slice(i, i + 1) for i in range(7, 20))):
             target(ids[:, i], cache=cache, use_cache=True)
         decoded = tap.take()

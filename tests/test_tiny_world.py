@@ -9,12 +9,13 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hyperdflash.__main__ import main
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
-from hyperdflash.generation.cli import main
 from hyperdflash.generation.demo import PROMPTS, TINY
 from hyperdflash.generation.mtp import load_mtp
-from hyperdflash.generation_hyperdflash import ResidualTap, SpeculativeStats
+from hyperdflash.generation_hyperdflash import SpeculativeStats
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import attention_masks, make_blocks, previous_ids
 from hyperdflash.training.target import OnlineFeatures
 
@@ -150,7 +151,7 @@ def test_native_mtp_module_predicts_the_token_after_the_next(answers, target):
     correct = total = 0
     for prompt_length, plain, _ in answers.values():
         ids = plain.sequences
-        with ResidualTap(target, HyperDFlashModel.from_pretrained(DRAFTER).config) as tap:
+        with ResidualTap(target, HyperDFlashModel.from_pretrained(DRAFTER).config.tapped_layer_ids) as tap:
             target(ids, use_cache=False)
             residual = tap.take()
         hidden, fed_back = mtp(target.model.embed_tokens(ids[:, 1:-1]), residual[:, :-2], ids[:, 1:-1])

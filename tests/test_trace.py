@@ -13,12 +13,12 @@ from chromium import CHROMIUM, Page
 from tiny_v4 import greedy, random_ids, scripted_drafter, tiny_drafter, tiny_target
 from transformers import AutoTokenizer
 
-from hyperdflash.generation import clock
-from hyperdflash.generation.cli import main
+from hyperdflash.__main__ import main
+from hyperdflash.benchmark import timing as clock
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP
-from hyperdflash.generation.rounds import ACCEPTED, BEHIND, CUT, OWN, REJECTED, RoundRecorder
 from hyperdflash.generation.trace import TokenTexts, as_page, check_trace_path, write_trace
+from hyperdflash.generation.trace_recorder import ACCEPTED, BEHIND, CUT, OWN, REJECTED, RoundRecorder
 
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: on Debian, apt-get install chromium")
 PROMPT = random_ids(9)

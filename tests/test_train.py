@@ -26,13 +26,13 @@ from safetensors.torch import load_file
 from tiny_v4 import tiny_target
 from transformers import AutoModel, DeepseekV4ForCausalLM
 
+from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.generation import cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
 from hyperdflash.training import train
 from hyperdflash.training.arguments import RecipeError, load_recipe
-from hyperdflash.training.card import list_checkpoints, read_state
+from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer
 

@@ -14,7 +14,7 @@ from tiny_v4 import MASK_TOKEN_ID, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.arguments import HyperDFlashTrainingArguments
-from hyperdflash.training.batches import NO_SAMPLE, EpochSampler, SampleDataset, collate
+from hyperdflash.training.dataset import NO_SAMPLE, EpochSampler, SampleDataset, collate
 from hyperdflash.training.target import OnlineFeatures
 from hyperdflash.training.train import with_lora
 from hyperdflash.training.trainer import HyperDFlashTrainer

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_v4 import TINY_WORLD_TARGET, features_recipe
 
-from hyperdflash.generation import cli
-from hyperdflash.generation.generate import load_target
-from hyperdflash.generation.init import TargetCheckpoint
+from hyperdflash import __main__ as cli
+from hyperdflash.common.checkpoint import TargetCheckpoint, load_target
 from hyperdflash.training.target import OnlineFeatures, TargetHead
 from hyperdflash.training.vllm_features import read_head
 from hyperdflash_vllm import capture, features

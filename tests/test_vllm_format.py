@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_v4 import tiny_drafter, tiny_target
 
-from hyperdflash.generation.cli import main
+from hyperdflash.__main__ import main
 from hyperdflash.serving.vllm_format import LIBRARY_FIELDS, read_vllm, vllm_config, write_vllm
-from hyperdflash.training.card import RUN_FILE
 from hyperdflash.training.export import export_drafter, round_to_bf16
+from hyperdflash.training.run_folder import RUN_FILE
 
 LAYER = {
     "input_layernorm.weight",

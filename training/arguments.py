@@ -18,9 +18,9 @@ from pathlib import Path
 import yaml
 from transformers import TrainingArguments
 
+from ..common.console import UsageError
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
-from ..generation.cli import UsageError
-from ..generation.init import init_drafter
+from .init import init_drafter
 
 FEATURES = ("online", "offline")
 KL_TEACHERS = ("mean_pool", "hc_head")

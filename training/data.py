@@ -1,6 +1,7 @@
 """Training data: rows to token ids and loss masks, in the DeepSeek-V4 encoding.
 
-`rows.py` says what a row may look like. Tokens in a row (`input_ids` and `loss_mask`) win over its text; `mode` and
+`common/data_files.py` says what a row may look like. Tokens in a row (`input_ids` and `loss_mask`) win over its text;
+`mode` and
 `effort` in a row win over the caller's; null is the same as absent. The result is a memory-mapped `datasets.Dataset`,
 built once for the content of the files, the settings, the tokenizer and this code. Look at what comes out with
 `hyperdflash data preview`.
@@ -20,8 +21,9 @@ import numpy as np
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
-from . import rows
-from .rows import progress_is_hidden, read_rows, to_messages  # noqa: F401, read_rows for those who import this
+from ..common import data_files as rows
+from ..common.console import progress_is_hidden  # noqa: F401, read_rows for those who import this
+from ..common.data_files import read_rows, to_messages  # noqa: F401, read_rows for those who import this
 
 if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
     import datasets

@@ -19,15 +19,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
-from ..generation.init import check_output, copy_custom_generate, written_whole
+from ..common.console import check_installed
+from ..common.files import check_output, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..serving.vllm_format import check_servable, is_served, write_vllm
-from .card import STATE_FILE, check_installed, check_matplotlib, list_checkpoints, read_run, read_state, write_card
+from .init import copy_custom_generate
+from .model_card import check_matplotlib, has_picture, write_card
+from .run_folder import BASE_FOLDER, STATE_FILE, list_checkpoints, read_run, read_state
 
 logger = logging.get_logger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
 
 
 FORMATS = ("hf", "vllm")
@@ -60,7 +62,7 @@ def export_drafter(
     checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
     output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
     run = read_run(checkpoint, run_dir) if format == "hf" else None
-    if run is not None and run.has_picture():
+    if run is not None and has_picture(run):
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
     if format == "vllm":

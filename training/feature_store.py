@@ -32,8 +32,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from transformers.utils import logging
 
+from ..common.files import write_atomically
 from ..configuration_hyperdflash import HyperDFlashConfig
-from .files import write_atomically
 from .target import HEAD_CONFIG_FILE, HEAD_FILE, Features, TargetHead
 
 logger = logging.get_logger(__name__)

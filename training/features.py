@@ -20,13 +20,13 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
 
+from ..common.checkpoint import TargetCheckpoint, load_target, resolve_revision
+from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..generation.generate import load_target
-from ..generation.init import TargetCheckpoint, drafter_config, resolve_revision
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
 from .data import hash_data, hash_tokenizer, load_recipe_data
 from .feature_store import FeatureWriter, OfflineFeatures, open_shard
-from .rows import progress_is_hidden
+from .init import drafter_config
 from .target import OnlineFeatures
 from .vllm_features import adopt_shards, check_source, read_head, write_plan
 

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoTokenizer
 
+from ..common.console import visible
+from ..common.files import write_atomically
 from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
-from .files import write_atomically
 
 # Styles of neighbouring tokens alternate, so that their borders can be seen.
 LEARNED, CONTEXT = ("bold green", "bold green underline"), ("", "dim")
@@ -60,19 +61,6 @@ def make_pieces(sample: Sample, tokenizer) -> list[Piece]:
             flush()
     flush()
     return pieces
-
-
-def visible(text: str) -> str:
-    """The text with its control characters to be seen: `⏎` before each line break, `␉` for a tab, and so on."""
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(c: str) -> str:
-    if c == "\n":
-        return "⏎\n"
-    if c < " ":
-        return chr(0x2400 + ord(c))
-    return f"\\x{ord(c):02x}" if "\x7f" <= c < "\xa0" else c
 
 
 # -------------------------------------------------------------------------------------------------------- the terminal

@@ -34,12 +34,12 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from ..common.checkpoint import DTYPES
+from ..common.data_files import read_rows, to_messages
+from ..common.files import write_atomically
 from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
-from ..generation.generate import DTYPES
-from .answers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
 from .data import hash_tokenizer
-from .files import write_atomically
-from .rows import read_rows, to_messages
+from .writers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
 
 # ---------------------------------------------------------------------------------------------------------- the input
 

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead, DeepseekV4RMSNorm
 
+from ..common.files import write_atomically
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..generation_hyperdflash import ResidualTap
 from ..pairing_hyperdflash import fingerprint_rows
-from .files import write_atomically
+from ..target_hyperdflash import ResidualTap
 
 HEAD_FILE, HEAD_CONFIG_FILE = "head.safetensors", "head.json"
 
@@ -145,8 +145,8 @@ class OnlineFeatures:
         target.eval()
         try:
             with (
-                ResidualTap(target, self.config) as tap,
-                ResidualTap(target, _FINAL) as final,
+                ResidualTap(target, self.config.tapped_layer_ids) as tap,
+                ResidualTap(target) as final,
                 torch.autocast(target.device.type, enabled=False),
             ):
                 target.model(batch["input_ids"].to(target.device), use_cache=False)
@@ -157,9 +157,3 @@ class OnlineFeatures:
         if self.config.context_source == "pre_hc_head":
             return Features(residual, residual)
         return Features(context.mean(2, keepdim=True), residual)
-
-
-class _FINAL:
-    """The tap's configuration for the final residual."""
-
-    context_source = "pre_hc_head"

@@ -11,42 +11,38 @@
 
 import argparse
 import copy
-import json
 import shlex
-import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import yaml
 from huggingface_hub import HfApi
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from ..generation.generate import check_drafter_type, load_target
-from ..generation.init import new_drafter, resolve_revision, target_name, written_whole
+from ..common.checkpoint import check_drafter_type, load_target, resolve_revision, target_name
+from ..common.console import check_installed
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
-from .batches import SampleDataset
-from .card import (
-    COMMAND_FILE,
-    RECIPE_FILE,
-    RUN_FILE,
-    check_installed,
-    check_matplotlib,
-    list_checkpoints,
-    read_state,
-)
-from .data import DataReport, hash_data, load_recipe_data
-from .export import BASE_FOLDER, export_drafter
+from .data import hash_data, load_recipe_data
+from .dataset import SampleDataset
+from .dry_run import count_parameters, print_plan, print_profile, steps_of
+from .export import export_drafter
 from .features import OfflineFeatures, feature_settings, new_drafter_config, tapped_config
-from .files import write_atomically
-from .plan import count_parameters, print_plan, print_profile, steps_of
+from .init import new_drafter
+from .model_card import check_matplotlib
+from .run_folder import (
+    BASE_FOLDER,
+    check_run_folder,
+    resume_point,
+    run_facts,
+    write_facts,
+    write_run_files,
+)
 from .target import OnlineFeatures, TargetHead
 from .trainer import HyperDFlashTrainer, Stopwatch
 
@@ -55,18 +51,6 @@ logger = logging.get_logger(__name__)
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 FINAL = "final"  # of a run's folder: what is published
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
-# Settings that a run cannot change on the way, and those that it can, with a warning.
-FIXED = (
-    *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
-    *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "bf16"),  # the optimizer's state has them
-)
-LENGTH = ("num_train_epochs", "max_steps")
-# Settings that the card shows even where they are the defaults.
-SHOWN = (
-    *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
-)
 
 
 @dataclass
@@ -88,7 +72,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     Raises `RecipeError`, `ValueError` and `OSError` before any work where something is wrong with what it was given.
     """
     args = HyperDFlashTrainingArguments(**values)
-    check_output(args, dry_run)
+    check_run_folder(args, dry_run)
     push, args.push_to_hub = args.push_to_hub, False  # the library would push checkpoints; we push the result
     api = HfApi(token=args.hub_token)
     args.hub_token = None  # checkpoints hold a pickle of the arguments
@@ -107,7 +91,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     checkpoint = resume_point(args, parts.facts)
     trainer = make_trainer(args, parts)
     if args.should_save:
-        write_run_files(output, args, values, command, parts)
+        write_run_files(output, args, values, command, parts.facts, parts.drafter)
     if profile:
         trainer.stopwatch = Stopwatch(args.device)
     if checkpoint is not None and args.should_log:
@@ -254,133 +238,6 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
 
 
 # --------------------------------------------------------------------------------------------------- folder and files
-
-
-def check_output(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
-    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with, or nothing is to be written."""
-    output = Path(args.output_dir)
-    if output.exists() and not output.is_dir():
-        raise FileExistsError(f"output_dir {output} is a file")
-    resume, is_run = args.resume_from_checkpoint, (output / RUN_FILE).is_file()
-    goes_on = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
-    if dry_run or goes_on or not args.should_save or not output.is_dir():
-        pass
-    elif any(not path.name.endswith(".partial") for path in output.iterdir()):  # else killed before it began
-        way_out = "go on with resume_from_checkpoint=true, " if is_run else ""
-        raise FileExistsError(f"output_dir {output} is not empty: {way_out}choose another, or remove it")
-    if args.eval_strategy != "no" and not args.eval_data:
-        raise RecipeError(f"eval_strategy {args.eval_strategy.value} needs eval_data")
-
-
-def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None:
-    """The checkpoint to go on from, or None. Raises `ValueError` where the run was another one.
-
-    Folders of checkpoints that were being written when a run was killed are removed.
-    """
-    resume = args.resume_from_checkpoint
-    if not resume:
-        return None
-    if isinstance(resume, str):
-        if read_state(Path(resume)) is None:
-            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no complete checkpoint of a Trainer")
-        check_unchanged(Path(resume).parent, facts)
-        return check_optimizer(Path(resume))
-    output = Path(args.output_dir)
-    check_unchanged(output, facts)
-    complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
-    if args.should_save:
-        for folder in set(list_checkpoints(output)) - set(complete):
-            logger.warning(f"{folder} was not written to its end: removed")
-            shutil.rmtree(folder)
-    if not complete:
-        logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
-    return check_optimizer(complete[-1]) if complete else None
-
-
-def check_optimizer(checkpoint: Path) -> Path:
-    """The checkpoint; raises `ValueError` for one that training could not go on from exactly."""
-    if not (checkpoint / "scheduler.pt").is_file():
-        raise ValueError(
-            f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot go on from it; "
-            f"init_from={checkpoint} starts a new one from its weights"
-        )
-    return checkpoint
-
-
-def check_unchanged(run_dir: Path, facts: dict) -> None:
-    """Raises `ValueError` where a run was made of something else; warns where it is only to go on differently."""
-    recorded = run_dir / RUN_FILE
-    if not recorded.is_file():
-        return
-    before = json.loads(recorded.read_text())
-    for name, value in facts["fixed"].items():
-        if (old := before["fixed"].get(name)) != value:
-            raise ValueError(
-                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
-                "choose another output_dir (init_from takes over the weights)"
-            )
-    for name, value in facts["length"].items():
-        if (old := before["length"].get(name)) != value:
-            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}: the learning rate follows")
-
-
-def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
-    """What the card and a later resume need to know."""
-    return {
-        "target": drafter.config.target_name_or_path,
-        "target_revision": drafter.config.target_revision,
-        "train_data": report.files,
-        "eval_data": eval_files,
-        "data_report": report.lines(),
-        "num_samples": len(rows),
-        "num_tokens": int(sum(rows["length"])),
-        "mode": args.mode,
-        "effort": args.effort,
-        "generation": args.generation,
-        "num_parameters": drafter.num_parameters(),
-        "block_size": drafter.config.block_size,
-        "init_from": lineage(args.init_from),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
-            "target": head.sha256,
-            "init_from": args.init_from,
-            "drafter": args.drafter,
-            "lora": args.lora,
-            "data_sha256": data_sha256,
-            "samples_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            **{name: getattr(args, name) for name in FIXED},
-        },
-        "length": {name: getattr(args, name) for name in LENGTH},
-        "finished": False,
-    }
-
-
-def lineage(init_from: str | None) -> dict | None:
-    """What is known of the run whose weights this one starts from: its data and size."""
-    if init_from is None:
-        return None
-    recorded = Path(init_from).parent / RUN_FILE
-    before = json.loads(recorded.read_text()) if recorded.is_file() else {}
-    return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
-
-
-def write_run_files(output: Path, args, values: dict, command: str, parts: Parts) -> None:
-    """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
-    output.mkdir(parents=True, exist_ok=True)
-    if (output / COMMAND_FILE).is_file():  # resumed: the first command stays
-        command = f"{(output / COMMAND_FILE).read_text().rstrip()}\n{command}"
-    shown = {name: getattr(args, name) for name in SHOWN} | values
-    shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
-    write_facts(output, parts.facts)  # first: it makes the folder a run's
-    write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
-    write_atomically(output / COMMAND_FILE, (command + "\n").encode())
-    if args.lora is not None and not (output / BASE_FOLDER).exists():
-        with written_whole(output / BASE_FOLDER) as folder:
-            parts.drafter.save_pretrained(folder)
-
-
-def write_facts(output: Path, facts: dict) -> None:
-    write_atomically(output / RUN_FILE, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> None:

@@ -19,15 +19,15 @@ from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel,
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
-from ..generation.metrics import timed_greedy
+from ..generation.decoding import timed_greedy
 from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
-from .batches import EpochSampler, SampleDataset, collate
 from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
-from .card import STATE_FILE
+from .dataset import EpochSampler, SampleDataset, collate
 from .losses import confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
+from .run_folder import STATE_FILE
 from .target import Features
 
 logger = logging.get_logger(__name__)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from ..common.checkpoint import TargetCheckpoint
+from ..common.files import write_atomically
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..generation.init import TargetCheckpoint
 from ..pairing_hyperdflash import target_fingerprint
 from .feature_store import FeatureWriter, is_finite, open_shard
-from .files import write_atomically
 from .target import TargetHead
 
 PLAN, FORMAT = "vllm-plan.jsonl", "hyperdflash-vllm-plan-1"  # as in hyperdflash_vllm/features.py

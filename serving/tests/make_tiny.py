@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
+from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.generation import cli
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config

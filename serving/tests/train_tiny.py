@@ -26,11 +26,11 @@ from tqdm import tqdm
 from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from hyperdflash.generation.init import new_drafter
-from hyperdflash.generation_hyperdflash import ResidualTap
+from hyperdflash.common.console import progress_is_hidden
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.training.batches import SampleDataset
-from hyperdflash.training.rows import progress_is_hidden
+from hyperdflash.target_hyperdflash import ResidualTap
+from hyperdflash.training.dataset import SampleDataset
+from hyperdflash.training.init import new_drafter
 from hyperdflash.training.target import OnlineFeatures, TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer, HyperDFlashTrainingArguments
 
@@ -167,7 +167,7 @@ def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]
     """Accepted drafts of each round, had greedy decoding of the prompt given `ids`."""
     K = drafter.config.block_size
     tokens = torch.tensor([ids])
-    with ResidualTap(target, drafter.config) as tap:
+    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
         target.model(tokens, use_cache=False)
         residual = tap.take()
     rounds, anchor = [], num_prompt  # the first new token is the prefill's own

@@ -10,11 +10,6 @@ if TYPE_CHECKING:
     # models for one when their configuration modules are the same. With this line the hash covers all of the code.
     from .modeling_hyperdflash import HyperDFlashModel  # noqa: F401
 
-TESTED_TRANSFORMERS = ("5.24.0",)
-UNTESTED_TRANSFORMERS = (
-    "HyperDFlash builds on {what}, which transformers {version} does not have; tested versions: "
-    + ", ".join(TESTED_TRANSFORMERS)
-)
 
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
@@ -58,7 +53,7 @@ class HyperDFlashConfig(PreTrainedConfig):
             Estimate each slot's acceptance, and draft no more than is worth verifying.
         verify_cost (`float`, *optional*, defaults to 0.03):
             Time of one more draft and its verification, as a share of a round without drafts; the measure of what is
-            worth it (`python -m hyperdflash.generation.speed` measures it).
+            worth it (`python -m hyperdflash.benchmark.profile_rounds` measures it).
         target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
@@ -118,6 +113,11 @@ class HyperDFlashConfig(PreTrainedConfig):
         if self.rope_parameters is None:
             self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
         super().__post_init__(**kwargs)
+
+    @property
+    def tapped_layer_ids(self) -> list[int] | None:
+        """Target layers whose outputs the drafter reads; None for the residual before hc_head."""
+        return self.target_layer_ids if self.context_source == "hidden_layers" else None
 
     def validate_block(self):
         """Block, vocabulary and mask token fit each other."""

@@ -1,0 +1,430 @@
+"""`hyperdflash benchmark`: acceptance length and speed-up of several methods on the same prompts.
+
+    hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter-paper \\
+        --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
+
+Every method answers a prompt before the next prompt comes, in an order that is shuffled for each, so that a machine
+that becomes slower does so for all. Before the first prompt of a temperature comes one warm-up call each. Plain
+decoding (`target-only`) is always measured; later turns follow its answers for all methods, and at temperature 0 every
+other answer is compared with its own.
+
+Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
+line. Out come `results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import random
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from ..common.checkpoint import DTYPES, TargetCheckpoint, load_target
+from ..common.console import UsageError, check_positive, progress_is_hidden
+from ..common.files import write_atomically
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask, to_message
+from ..generation.decoding import TIE_GAPS, first_difference
+from ..generation.trace import write_trace
+from ..generation.trace_recorder import RoundRecorder, Trace
+from .environment import command_text, environment, run_settings
+from .methods import (
+    PROMPT_LOOKUP,
+    TARGET_ONLY,
+    Arm,
+    Method,
+    check_methods,
+    load_arms,
+    parse_methods,
+    place,
+)
+from .plot import check_pictures, draw_pictures
+from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
+from .records import KEY, Records
+from .report import COMMAND_FILE, definitions, make_rows, make_tables, run_notes, token_notes, write_report
+from .timing import timed_call
+
+WARM_UP_TOKENS = 16
+TRACE_FILE = "trace.html"
+MOST_SHOWN = 20  # differences, in the terminal
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is decoded with every method.
+
+    Attributes:
+        sets (`list[PromptSet]`): with the prompts chosen.
+        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding with the first seed only.
+        encoding (`dict`): `effort` and `generation` of `encode_with_mask`.
+        max_new_tokens (`int`): of an answer.
+    """
+
+    sets: list[PromptSet]
+    modes: list[str]
+    temperatures: list[float]
+    seeds: list[int]
+    encoding: dict
+    max_new_tokens: int
+
+    def cells(self):
+        """(set, mode, temperature, seed), in the order of measuring."""
+        for prompts in self.sets:
+            for mode in self.modes:
+                for temperature in self.temperatures:
+                    for seed in self.seeds if temperature > 0 else self.seeds[:1]:
+                        yield prompts, mode, temperature, seed
+
+    @property
+    def num_turns(self) -> int:
+        """Turns to be answered by each arm, if no prompt is too long."""
+        return sum(len(prompt.turns) for prompts, *_ in self.cells() for prompt in prompts.prompts)
+
+
+@dataclass
+class Benchmark:
+    """Measures a plan with all arms.
+
+    Attributes:
+        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
+        differences (`list[dict]`): greedy answers that are not target-only's.
+        num_compared (`int`): greedy answers that were compared.
+        now (`dict`): what is being decoded or compared, by names of `records.KEY`.
+    """
+
+    target: torch.nn.Module
+    tokenizer: object
+    arms: list[Arm]
+    plan: Plan
+    records: Records
+    left_out: list[dict] = field(default_factory=list)
+    differences: list[dict] = field(default_factory=list)
+    num_compared: int = 0
+    now: dict = field(default_factory=dict)
+    warm: set[float] = field(default_factory=set)
+    bar: tqdm | None = None
+
+    def run(self) -> None:
+        """Measure what the records lack."""
+        total, hidden = self.plan.num_turns * len(self.arms), progress_is_hidden()
+        start = self.records.num_resumed
+        with tqdm(
+            total=total, initial=start, desc="Decoding", unit="call", disable=hidden, smoothing=0.05
+        ) as self.bar:
+            for prompts, mode, temperature, seed in self.plan.cells():
+                self.bar.set_postfix_str(f"{prompts.name}, {mode}, temperature {temperature:g}", refresh=False)
+                for prompt in prompts.prompts:
+                    cell = {"dataset": prompts.name, "mode": mode, "temperature": temperature, "seed": seed}
+                    self.converse(cell, prompt)
+
+    def converse(self, cell: dict, prompt: Prompt) -> None:
+        """Have every turn of a prompt answered by all arms, in an order of its own."""
+        messages, order = list(prompt.history), list(self.arms)
+        random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
+        for turn, text in enumerate(prompt.turns):
+            messages.append({"role": "user", "content": text})
+            mode = cell["mode"]
+            ids = self.encode(messages, mode)
+            self.now = question = {**cell, "prompt": prompt.index, "turn": turn}
+            if len(ids) > self.max_prompt_tokens:
+                self.left_out.append({**question, "num_prompt_tokens": len(ids)})
+                self.bar.total -= (len(prompt.turns) - turn) * len(self.arms)
+                return
+            answers = {arm.key: self.answer(arm, ids, question) for arm in order}
+            self.now = question
+            if cell["temperature"] == 0:
+                self.compare(ids, answers, question)
+            messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
+
+    def encode(self, messages: list[dict], mode: str) -> list[int]:
+        """The ids of a prompt, up to where the answer begins."""
+        options = {"mode": mode, **self.plan.encoding, "add_generation_prompt": True}
+        return encode_with_mask(messages, self.tokenizer, **options)[0]
+
+    def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
+        """The ids of an answer: recorded before, or decoded and recorded now."""
+        self.now = names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
+        key = tuple(names[name] for name in KEY)
+        if key not in self.records.done:
+            self.warm_up(ids, question["temperature"])
+            seed = call_seed(question["seed"], question["dataset"], question["prompt"], question["turn"])
+            figures = self.decode(arm, ids, self.plan.max_new_tokens, question["temperature"], seed)
+            self.records.append({**names, **figures})
+            self.bar.update()
+        return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
+
+    def warm_up(self, ids: list[int], temperature: float) -> None:
+        """One short call an arm, not recorded, before the first of a temperature that is."""
+        if temperature not in self.warm:
+            self.warm.add(temperature)
+            for arm in self.arms:
+                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
+
+    def decode(self, arm: Arm, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+        return timed_call(self.target, arm.options, ids, **options)
+
+    def traces(self) -> list[Trace]:
+        """The rounds of every drafter on the first prompt of each cell, decoded again: recording costs time."""
+        traces, drafters = [], [arm for arm in self.arms if arm.assistant is not None]
+        for prompts, mode, temperature, seed in tqdm(
+            list(self.plan.cells()), desc="Tracing", unit="cell", disable=progress_is_hidden()
+        ):
+            prompt = prompts.prompts[0]
+            messages = [*prompt.history, {"role": "user", "content": prompt.turns[0]}]
+            ids = self.encode(messages, mode)
+            if len(ids) > self.max_prompt_tokens:
+                continue
+            for arm in drafters:
+                with RoundRecorder(self.target, arm.assistant, self.tokenizer) as recorder:
+                    of_call = call_seed(seed, prompts.name, prompt.index, 0)
+                    self.decode(arm, ids, self.plan.max_new_tokens, temperature, of_call)
+                name = f"{arm.method}, {arm.checkpoint}" if arm.checkpoint else arm.method
+                traces.append(recorder.trace(f"{name}: {prompts.name}, {mode}, temperature {temperature:g}"))
+        return traces
+
+    def compare(self, ids: list[int], answers: dict[tuple, list[int]], question: dict) -> None:
+        """Note where greedy answers part from target-only's, and whether a tie explains it."""
+        plain, *others = [torch.tensor([ids + answers[arm.key]], device=self.target.device) for arm in self.arms]
+        self.num_compared += len(others)
+        for arm, other in zip(self.arms[1:], others, strict=True):
+            if (difference := first_difference(self.target, plain, other)) is not None:
+                position, gap = difference
+                self.differences.append(
+                    {
+                        "method": arm.method,
+                        "checkpoint": arm.checkpoint,
+                        **question,
+                        "position": position - len(ids),
+                        "gap": gap if math.isfinite(gap) else None,
+                        "explained": gap <= self.tie_gap,
+                    }
+                )
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.target.config.max_position_embeddings - self.plan.max_new_tokens
+
+    @property
+    def tie_gap(self) -> float:
+        return TIE_GAPS[self.target.lm_head.weight.dtype]
+
+    @property
+    def eos_ids(self) -> set[int]:
+        eos = self.target.generation_config.eos_token_id
+        return set(eos if isinstance(eos, list) else [eos])
+
+    def results(self, *, complete: bool) -> dict:
+        """What `results.json` holds, less the environment."""
+        num_ties = sum(difference["explained"] for difference in self.differences)
+        arms = [arm.key for arm in self.arms]  # in their order, not the shuffled one of the calls
+        records = sorted(self.records.done.values(), key=lambda r: arms.index((r["method"], r["checkpoint"])))
+        rows = make_rows(records, self.differences, len(arms))
+        return {
+            "definitions": definitions(rows),
+            "complete": complete,
+            "resumed": self.records.num_resumed,
+            "lossless": {
+                "num_compared": self.num_compared,
+                "num_ties": num_ties,
+                "num_unexplained": len(self.differences) - num_ties,
+                "tie_gap": self.tie_gap,
+            },
+            "left_out": self.left_out,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "rows": rows,
+        }
+
+    def empty_sets(self) -> list[str]:
+        """Sets and modes of which no prompt was short enough."""
+        empty = {}
+        for prompts, mode, *_ in self.plan.cells():
+            out = {
+                x["prompt"] for x in self.left_out if (x["dataset"], x["mode"], x["turn"]) == (prompts.name, mode, 0)
+            }
+            if len(out) == len(prompts.prompts):
+                empty[f"{prompts.name} ({mode})"] = None
+        return list(empty)
+
+
+def _named(question: dict) -> str:
+    return ", ".join(f"{name} {question[name]}" for name in KEY if question.get(name) is not None)
+
+
+def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
+    """The seed of one call: the same for all methods, and whatever was decoded before."""
+    digest = hashlib.sha256(json.dumps([seed, dataset, prompt, turn]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+# ---------------------------------------------------------------------------------------------------- the command line
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    """Add the `benchmark` command to an argparse sub-parsers object."""
+    parser = subparsers.add_parser(
+        "benchmark",
+        help="measure acceptance length and speed-up of several methods",
+        description="Measure acceptance length and speed-up of several methods on the same prompts. The same command "
+        "goes on after a stop.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of a DeepSeek-V4")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        required=True,
+        metavar="METHOD",
+        help="name:N[=CHECKPOINT[,CHECKPOINT...]], N drafts a round: target-only (always measured), prompt-lookup:N, "
+        "mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, fc:N=, and with "
+        "heads hyperdflash+markov:N=, hyperdflash+markov+confidence:N=, mean+markov:N=, dspark-like:N=. Checkpoints "
+        "are folders or Hub ids (id@revision); several are one method trained with several seeds",
+    )
+    parser.add_argument(
+        "--datasets",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help=f"public sets from the Hub, or SET@revision: {', '.join(PUBLIC_SETS)}",
+    )
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--num-prompts", type=int, help="of each set, after a seeded shuffle (default: all)")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["non-thinking"])
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
+    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], metavar="S", help="of sampling; greedy needs none"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=256)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for records and results")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also write trace.html: every round of every method on the first prompt of each set, decoded once more",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
+    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
+    parser.add_argument("--target-revision")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns 1 when an answer differs without a tie, a set could not be had, or none of its prompts
+    was short enough; else 0."""
+    methods = _check(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    sets, missing = _prompt_sets(args)
+    checkpoint = TargetCheckpoint(args.target, args.target_revision)
+    check_methods(methods, checkpoint)
+    records = Records(args.output, run_settings(args, methods, sets, checkpoint))
+    records.check()
+    if not sets:
+        raise OSError("no set is left to measure")
+    target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
+    arms = load_arms(methods, target, checkpoint, args.dtype)
+    _warn_of_encoding(arms, args.generation)
+    encoding = {"effort": args.effort, "generation": args.generation}
+    plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
+    with records:
+        write_atomically(args.output / COMMAND_FILE, (command_text(args) + "\n").encode())
+        benchmark = Benchmark(target, tokenizer, arms, plan, records)
+        facts = {"environment": environment(args, target, records.settings), "missing_sets": missing}
+        try:
+            benchmark.run()
+        except BaseException:  # Ctrl-C, out of memory: whatever it is goes on up
+            where = _named(benchmark.now) or "the start"
+            print(f"hyperdflash benchmark: stopped at {where}; the same command goes on from there", file=sys.stderr)
+            write_report(args.output, {**facts, **benchmark.results(complete=False)})
+            raise
+        results = {**facts, **benchmark.results(complete=True)}
+        write_report(args.output, results)
+        draw_pictures(args.output, results["rows"])
+        if args.trace:
+            write_trace(args.output / TRACE_FILE, benchmark.traces())
+    return _conclude(args, benchmark, results)
+
+
+def _check(args: argparse.Namespace) -> list[Method]:
+    """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
+    methods = parse_methods(args.methods)
+    check_names(args.datasets, args.prompts)
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
+    for name in ("modes", "temperatures", "seeds"):
+        values = getattr(args, name)
+        if len(set(values)) < len(values):
+            raise UsageError(f"--{name} has a value twice: {' '.join(map(str, values))}")
+    for temperature in args.temperatures:
+        if not 0 <= temperature < math.inf:
+            raise UsageError(f"--temperatures must be 0 (greedy) or above, got {temperature}")
+    if args.effort is not None and "thinking" not in args.modes:
+        raise UsageError(f"--effort {args.effort} is for thinking mode: add --modes thinking")
+    for mode in args.modes:
+        try:
+            encode_messages(
+                [{"role": "user", "content": "?"}], mode=mode, effort=args.effort, generation=args.generation
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    if args.trace and all(method.name in (TARGET_ONLY, PROMPT_LOOKUP) for method in methods):
+        raise UsageError("--trace shows the rounds of drafters: add one to --methods")
+    check_pictures()
+    return methods
+
+
+def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
+    """The sets with their prompts chosen, and the names of those that could not be had, which is said."""
+    sets, missing = [read_file(path) for path in args.prompts], []
+    for dataset in args.datasets:
+        try:
+            sets.append(fetch(dataset))
+        except OSError as error:
+            print(f"hyperdflash benchmark: {error}", file=sys.stderr)
+            missing.append(dataset.partition("@")[0])
+    return [prompts.select(args.num_prompts) for prompts in sets], missing
+
+
+def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
+    """Say which drafters were trained on texts of another chat encoding."""
+    for arm in arms:
+        trained = (getattr(getattr(arm.assistant, "config", None), "encoding", None) or {}).get("generation")
+        if trained not in (None, generation):
+            name = arm.checkpoint or arm.method
+            text = f"{name} was trained on generation {trained} of the chat encoding, and prompts are of {generation}"
+            print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
+
+
+def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:
+    """Print the tables and what went wrong; the exit status."""
+    _print_tables(results)
+    for note in (*token_notes(results["rows"]), *run_notes(results)):
+        print(note)
+    for difference in benchmark.differences[:MOST_SHOWN]:
+        kind = "a tie" if difference["explained"] else "NOT a tie"
+        where, gap = _named(difference), difference["gap"]
+        print(f"  {where}: token {difference['position']}, the gap of the two tokens is {gap}: {kind}")
+    empty = benchmark.empty_sets()
+    for name in empty:
+        print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)
+    print(f"results: {args.output}")
+    return int(bool(results["lossless"]["num_unexplained"] or empty or results["missing_sets"]))
+
+
+def _print_tables(results: dict) -> None:
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+    for title, header, lines in make_tables(results["rows"]):
+        table = Table(title=title)
+        for i, column in enumerate(header):
+            table.add_column("\n".join(column.rsplit(" ", 1)), justify="right" if i else "left")
+        for line in lines:
+            table.add_row(*line)
+        console.print(table)

@@ -1,0 +1,96 @@
+"""What a benchmark ran on and with: the settings that its records depend on, machine, versions, and the command."""
+
+import argparse
+import datetime
+import hashlib
+import json
+import platform
+import shlex
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
+from ..generation.decoding import accelerators
+from ..pairing_hyperdflash import target_fingerprint
+from .methods import (
+    Method,
+    content_hash,
+    identify,
+)
+from .prompt_sets import PromptSet
+
+SOURCES = Path(__file__).resolve().parents[1]
+
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: TargetCheckpoint) -> dict:
+    """Everything that a record depends on."""
+    tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    sources = [path for folder in (SOURCES, SOURCES / "generation") for path in folder.glob("*.py")]
+    names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
+    dtype = str(checkpoint.config.dtype).removeprefix("torch.") if args.dtype == "auto" else args.dtype
+    digests = dict.fromkeys(dataset.partition("@")[0] for dataset in args.datasets)
+    return {
+        "target": checkpoint.name,
+        "target_revision": checkpoint.revision,
+        "target_files": _folder_files(checkpoint),
+        "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
+        "methods": {method.label: identify(method, checkpoint) for method in methods},
+        "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
+        **{name: getattr(args, name) for name in (*names, "device_map")},
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "machine": [_device_name(device) for device in devices],
+        "versions": _versions(),
+        "sources": content_hash(sources)[:16],
+    }
+
+
+def _folder_files(checkpoint: TargetCheckpoint) -> list | None:
+    """Names, sizes and times of a folder's shards, which have no revision; too large to be hashed at every start."""
+    if checkpoint.folder is None:
+        return None
+    stats = ((name, (checkpoint.folder / name).stat()) for name in sorted(set(checkpoint.files.values())))
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _versions() -> dict[str, str]:
+    packages = ("hyperdflash", "torch", "transformers")
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
+
+
+def _device_name(device: torch.device) -> str:
+    """The model of a GPU, else of the processor where the system tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def environment(args: argparse.Namespace, target, settings: dict) -> dict:
+    devices = sorted(accelerators(target) or [target.device], key=str)
+    return {
+        **{name: settings[name] for name in ("target", "target_revision", "target_fingerprint", "sources")},
+        "versions": _versions(),
+        "device": ", ".join(f"{device.type} ({_device_name(device)})" for device in devices),
+        "dtype": str(target.lm_head.weight.dtype).removeprefix("torch."),
+        "threads": torch.get_num_threads(),
+        "command": command_text(args),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def command_text(args: argparse.Namespace) -> str:
+    """The command as it would be typed, defaults included."""
+    words = ["hyperdflash", "benchmark", args.target]
+    for name, value in vars(args).items():
+        if name not in ("command", "run", "target") and value not in (None, [], False):
+            values = [] if value is True else value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)

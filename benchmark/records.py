@@ -1,0 +1,119 @@
+"""The records of a benchmark on disk: one line a call, and the settings that all of them share.
+
+A run that was killed leaves whole lines and at most one torn one, which the next run of the same command drops.
+
+    .venv/bin/python -m pytest tests/test_benchmark.py
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+
+from ..common.files import write_atomically
+
+RECORDS_FILE, SETTINGS_FILE = "records.jsonl", "settings.json"
+GROUP = ("method", "checkpoint", "dataset", "mode", "temperature", "seed")  # what a row of the results is about
+KEY = (*GROUP, "prompt", "turn")  # what a record is about
+
+
+class Records:
+    """The calls that have ended, in a file that grows line by line; a context manager that holds it open.
+
+    Args:
+        folder: the benchmark's.
+        settings: everything that the records depend on; in `"datasets"`, the digest of each set, None for one that
+            could not be had.
+
+    Attributes:
+        done (`dict[tuple, dict]`): by `KEY`, what an earlier run of the same command and this one have written.
+        num_resumed (`int`): how many of them are an earlier run's.
+    """
+
+    def __init__(self, folder: Path, settings: dict):
+        self.folder, self.settings = folder, json.loads(json.dumps(settings))
+        self.done: dict[tuple, dict] = {}
+        self.num_resumed = 0
+
+    def check(self) -> None:
+        """Raises `OSError` for a folder that is not a benchmark's, `ValueError` that names the settings for another
+        benchmark's. Writes nothing."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise FileExistsError(f"--output {self.folder} is a file: name a folder")
+        if not self.folder.is_dir() or not any(self.folder.iterdir()):
+            return
+        path = self.folder / SETTINGS_FILE
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+            sets_before = before["benchmark"]["datasets"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise FileExistsError(
+                f"--output {self.folder} is not empty and no benchmark's: choose another, or remove it first"
+            ) from error
+        if names := _differing(before["benchmark"], self.settings):
+            short = [_change(name, before["benchmark"].get(name), self.settings.get(name)) for name in names]
+            raise ValueError(
+                f"--output {self.folder} was begun with {', '.join(short)}: go on with these, or choose another"
+            )
+        for name, digest in sets_before.items():
+            self.settings["datasets"][name] = self.settings["datasets"][name] or digest
+
+    def __enter__(self) -> "Records":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"benchmark": self.settings}, indent=2) + "\n"
+        write_atomically(self.folder / SETTINGS_FILE, text.encode())  # first: records alone would be nobody's
+        self._file = (self.folder / RECORDS_FILE).open("ab")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
+        except BlockingIOError as error:
+            self._file.close()
+            raise OSError(f"another run is writing to {self.folder}") from error
+        self._read_done()
+        self.num_resumed = len(self.done)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def _read_done(self) -> None:
+        path, end = self.folder / RECORDS_FILE, 0
+        with path.open("r+b") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(line)
+                    self.done[tuple(record[name] for name in KEY)] = record
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{path}:{number} is broken; remove the line to measure it anew") from error
+                end += len(line)
+            file.truncate(end)
+
+    def append(self, record: dict) -> None:
+        """Keep a call that has ended."""
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+        self.done[tuple(record[name] for name in KEY)] = record
+
+
+def _differing(before: dict, now: dict) -> list[str]:
+    """Names of the settings that differ; a set that could not be had at one time does not."""
+    names = [name for name in {**before, **now} if name != "datasets" and before.get(name) != now.get(name)]
+    old, new = before["datasets"], now["datasets"]
+    if set(old) != set(new) or any(old[name] and new[name] and old[name] != new[name] for name in new):
+        names.append("datasets")
+    return names
+
+
+def _change(name: str, before, now) -> str:
+    """What a setting was and what it is; of a table only the entries that differ."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        differ = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        before, now = ({key: values[key] for key in differ if key in values} for values in (before, now))
+    return f"{name} {_short(before)} (now {_short(now)})"
+
+
+def _short(value) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:99]}…"

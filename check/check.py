@@ -1,0 +1,495 @@
+"""`hyperdflash check TARGET DRAFTER`: why does a drafter that trained well accept nothing?
+
+    hyperdflash check examples/tiny/target examples/tiny/drafter --threads 1  # half a minute on a CPU
+    hyperdflash check TARGET DRAFTER --prompts train.jsonl --json             # also looks at given answers
+
+Goes through the known causes, one line each, in the order in which they hide each other: the first FAIL is the cause.
+Most are found by experiment on texts that the target writes itself (`experiments.py`). Exit status 0 when nothing
+worse than a warning was found, 3 when a cause was, 1 and 2 (wrong usage) when it could not be looked for.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from rich.markup import escape
+from torch import nn
+from transformers import DynamicCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from ..benchmark.prompt_sets import history_and_turns
+from ..common.checkpoint import DTYPES, check_drafter_type, check_folder, load_drafter, load_target
+from ..common.console import check_positive
+from ..common.data_files import read_rows
+from ..configuration_hyperdflash import HyperDFlashConfig
+from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..generation.decoding import TIE_GAPS, first_difference
+from ..generation.demo import PROMPTS
+from ..generation.promises import read_promises
+from ..generation_hyperdflash import SpeculativeStats
+from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
+from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, MIN_Z, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
+
+BUILT_IN_PROMPTS = (
+    *PROMPTS.values(),
+    "Write a Python function `count_words(text)`: Return how often each word occurs in text.",
+    "A box holds 12 pencils. How many pencils are in 7 boxes?",
+    "I want to book a table for two at an Italian restaurant in the centre.",
+)
+OK, WARNING, FAIL = "ok", "warning", "FAIL"
+CAUSE_FOUND = 3  # exit status; 1 and 2 are those of a command that could not run
+STYLES = {OK: "green", WARNING: "yellow", FAIL: "bold red"}
+POOR = 0.5  # accepted drafts a round below which a drafter is of no use
+ALIKE = 0.95  # of the best way's gain in cross-entropy: ways that cannot be told apart
+NOT_TRAINED = "train it (`hyperdflash train`), or export the checkpoint that was trained"
+
+
+class Finding(NamedTuple):
+    """What one check says.
+
+    Attributes:
+        check (`str`): its name.
+        status (`str`): `OK`, `WARNING` or `FAIL`.
+        text (`str`): what was found.
+        fix (`str`): what to do about it; empty when there is nothing to do.
+        is_last (`bool`): no check after it could run.
+        figures (`dict`): for machines; `accepted_drafts` are a block or round.
+    """
+
+    check: str
+    status: str
+    text: str
+    fix: str = ""
+    is_last: bool = False
+    figures: dict = {}
+
+    def sentence(self) -> str:
+        return f"{self.text}: {self.fix}" if self.fix else self.text
+
+
+# -------------------------------------------------------------------------------------------------------------- checks
+
+
+def check_weights(pair: Pair) -> Finding:
+    """Finite, and with rotary frequencies in fp32."""
+    bad = [name for name, tensor in pair.drafter.named_parameters() if not tensor.isfinite().all()]
+    if bad:
+        fix = "the training diverged or the file is damaged; take an earlier checkpoint"
+        return Finding("weights", FAIL, f"{', '.join(bad[:5])} hold NaN or infinite values", fix, is_last=True)
+    wanted = Qwen3RotaryEmbedding(pair.config).inv_freq
+    found = pair.drafter.rotary_emb.inv_freq
+    if not torch.allclose(found.float().cpu(), wanted.float(), rtol=1e-4, atol=0):
+        fix = "load it with from_pretrained(dtype=...) instead of casting it, which leaves them in fp32"
+        return Finding("weights", FAIL, f"the rotary frequencies are not exact ({found.dtype})", fix)
+    number = pair.drafter.num_parameters()
+    return Finding("weights", OK, f"{number:,} parameters, all finite; rotary frequencies in fp32")
+
+
+def check_trained(pair: Pair) -> Finding:
+    """No layer still has the values of its initialisation."""
+    untrained = [i for i, layer in enumerate(pair.drafter.layers) if is_untrained(layer, pair.config)]
+    if len(untrained) == pair.config.num_hidden_layers:
+        text = "the drafter has not been trained: all its layers have the values of initialisation"
+        return Finding("training", FAIL, text, NOT_TRAINED)
+    if untrained:
+        names = ", ".join(map(str, untrained))
+        return Finding("training", FAIL, f"layers {names} have never been trained", NOT_TRAINED)
+    text = "no layer has the values of initialisation"
+    if pair.config.reducer == "hc_gate":
+        own, theirs = (x.detach().float() for x in (pair.drafter.reducer.hc_fn, pair.head.hc_head.hc_fn))
+        text += f"; the gate moved by {float((own - theirs).norm() / theirs.norm()):.0%} of the target's hc_head"
+    return Finding("training", OK, text)
+
+
+def is_untrained(layer: nn.Module, config) -> bool:
+    """All norms are one, and every matrix has the spread that it was drawn with."""
+    for module in layer.modules():
+        if isinstance(module, Qwen3RMSNorm) and not (module.weight == 1).all():
+            return False
+        if isinstance(module, nn.Linear):
+            weight = module.weight.detach().float()
+            tolerance = max(0.02, 4 / (2 * weight.numel()) ** 0.5)
+            if abs(float(weight.std()) / config.initializer_range - 1) > tolerance:
+                return False
+    return True
+
+
+def check_mask(pair: Pair) -> Finding:
+    """The mask token can be one. (Whether it is the one trained with is found by experiment.)"""
+    token, rows = pair.config.mask_token_id, pair.head.embedding
+    fix = "set mask_token_id to the token it was trained with"
+    try:
+        check_pair(pair.drafter, pair.target)
+    except ValueError as error:
+        return Finding(MASK, FAIL, str(error).partition(":")[0], fix, is_last=True)
+    if not rows[token].any():
+        text = f"the target's embedding row of mask_token_id {token} is all zero, so that all slots look alike"
+        return Finding(MASK, FAIL, text, "take a token with a row of its own and train again")
+    if any((text.ids == token).any() for text in pair.own):
+        return Finding(MASK, WARNING, f"mask_token_id {token} is a token of the target's texts", fix)
+    if pair.special_ids and token not in pair.special_ids.values():
+        return Finding(MASK, WARNING, f"mask_token_id {token} is an ordinary token, which a text may contain", fix)
+    return Finding(MASK, OK, f"mask_token_id {token} has a row of its own, and no text contains it")
+
+
+def check_encoding(pair: Pair) -> Finding:
+    """The mode asked for is one trained on."""
+    trained = (pair.config.encoding or {}).get("modes")
+    if not trained:
+        return Finding("encoding", OK, "the config does not say which modes it was trained on")
+    if pair.mode not in trained:
+        text = f"the drafter was trained on {' and '.join(trained)} texts, and these are {pair.mode}"
+        return Finding("encoding", WARNING, text, f"use --mode {trained[0]}, or train on {pair.mode} answers")
+    return Finding("encoding", OK, f"trained on {pair.mode} texts, as asked for")
+
+
+def check_fingerprint(pair: Pair) -> Finding:
+    """The target has the weights that the drafter was made for; others are the cause only where it accepts little."""
+    name = pair.config.target_name_or_path or "another target"
+    if pair.config.target_fingerprint is None:
+        return Finding("fingerprint", OK, "the config has none, so the target's weights are not compared")
+    if not (lines := compare_fingerprint(pair.config.target_fingerprint, pair.target)):
+        return Finding("fingerprint", OK, f"the target has the weights of {name}")
+    text = f"the drafter was made for other weights than this target's ({name}): {'; '.join(lines)}"
+    rounds = predicted_rounds(pair)  # not decoding's, which may have a fault of its own
+    if rounds.accepted_drafts < POOR or any(missed for _, missed in beside_promises(pair, rounds)):
+        return Finding("fingerprint", FAIL, text, "use that target, or train this drafter on answers of this one")
+    return Finding("fingerprint", WARNING, f"{text}; it accepts enough all the same")
+
+
+@torch.no_grad()
+def check_paths(pair: Pair) -> Finding:
+    """One text, some anchors: the logits of training's blocks and of decoding's, both in fp32."""
+    text = max(pair.own, key=lambda text: text.anchors.shape[1])
+    anchors = text.anchors[:, :: max(1, text.anchors.shape[1] // 8)]
+    hidden, blocks = pair.hidden(text, anchors)
+    lm_head, device = pair.head.lm_head, pair.target.device
+    trained = F.linear(hidden[:, 1:].to(lm_head.dtype), lm_head).float()
+    context, noise = pair.configured_state(text.states), blocks.input_ids.view(anchors.shape[1], -1).to(device)
+    cache, start, worst, where = DynamicCache(config=pair.config), 0, 0.0, 0
+    for i, anchor in enumerate(anchors[0].tolist()):
+        new = context[:, start:anchor]
+        drafted = pair.model.draft(new, noise[i : i + 1], anchor, noise.shape[1] - 1, pair.target, cache)
+        difference = float((drafted.float() - trained[i]).abs().max())
+        worst, where, start = max((worst, where), (difference, anchor)) + (anchor,)
+    rounding = (1e-3 if lm_head.dtype == torch.float32 else 0.05) * float(trained.abs().max())
+    if not worst <= rounding:
+        text = f"decoding's block has other logits than training's, by up to {worst:.3g} (at position {where})"
+        return Finding("two paths", FAIL, text, "decoding feeds it another context, mask or positions: mend `draft`")
+    return Finding("two paths", OK, f"training and decoding agree on the logits to {worst:.1e}, rounding")
+
+
+def check_lossless(pair: Pair) -> Finding:
+    """Greedy output with the drafter is plain greedy output, up to ties of the two tokens."""
+    pairs = zip(pair.plain, pair.drafted, strict=True)
+    found = (first_difference(pair.target, plain, drafted.sequences) for plain, drafted in pairs)
+    differences = [difference for difference in found if difference is not None]
+    if not differences:
+        return Finding("lossless", OK, f"the same {len(pair.plain)} greedy outputs with and without the drafter")
+    text = f"{len(differences)} of {len(pair.plain)} greedy outputs differ with the drafter"
+    tie = TIE_GAPS[pair.head.lm_head.dtype]
+    wrong = [difference for difference in differences if not difference[1] <= tie]  # NaN is no tie
+    if not wrong:
+        gap = max(gap for _, gap in differences)
+        return Finding("lossless", OK, f"{text}, each at a tie of the two tokens (logits {gap:.1e} apart)")
+    position, gap = wrong[0]
+    why = (
+        f"by logits that are {gap:.2g} apart" if math.isfinite(gap) else "where one ends, or the logits are no numbers"
+    )
+    fix = "report it: verification is wrong for this target"
+    return Finding("lossless", FAIL, f"{text}, at position {position} {why}", fix)
+
+
+def check_acceptance(pair: Pair) -> Finding:
+    """Real decoding against training's blocks on the same texts, given answers, and what the drafter's folder says."""
+    decoded, predicted = decoded_rounds(pair), predicted_rounds(pair)
+    got, expected = decoded.accepted_drafts, predicted.accepted_drafts
+    rates = by_position(decoded.per_position_acceptance_rates)
+    text = f"tau {1 + got:.2f} in decoding{rates}, {1 + expected:.2f} by training's blocks"
+    promised = [promise._asdict() for promise in pair.promised]
+    figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict(), "promised": promised}
+
+    def found(status, *sentence):
+        return Finding("acceptance", status, *sentence, figures=figures)
+
+    if got < expected / 2 and expected - got > MIN_GAIN:
+        fix = "cache, positions or mask of decoding differ from training's"
+        return found(FAIL, f"the drafter is right on these texts but decoding rejects it: {text}", fix)
+    if foreign := foreign_data(pair):
+        return found(
+            FAIL, f"{foreign}; {text}", "let it answer anew (`hyperdflash data regenerate`) and train on that"
+        )
+    if got < POOR:
+        mode = check_encoding(pair)
+        fix = mode.fix if mode.status == WARNING else "train longer, on more answers that the target itself wrote"
+        return found(FAIL, f"the drafter is poor on the target's own texts: {text}", fix)
+    beside = beside_promises(pair, decoded)
+    if missed := [said for said, is_missed in beside if is_missed]:
+        return found(WARNING, "; ".join([*missed, text]), "use texts of the kind that it was trained on")
+    return found(OK, "; ".join([text, *(said for said, _ in beside)]))
+
+
+def beside_promises(pair: Pair, rounds: SpeculativeStats) -> list[tuple[str, bool]]:
+    """What the drafter's folder says beside what is so, each beside its own kind (decoding's beside `rounds`, that of
+    blocks beside blocks), and whether that is less than half of it, in all or at a position, beyond doubt."""
+    blocks = pair.configured.acceptance_rates()
+    measured = {
+        True: (rounds.accepted_drafts, rounds.per_position_acceptance_rates, len(rounds.num_drafts)),
+        False: (sum(blocks), blocks, len(pair.configured.correct)),
+    }
+    found = []
+    for promise in pair.promised:
+        accepted, rates, number = measured[promise.is_decoded]
+        kind = "" if promise.is_decoded else " at every anchor of an evaluation"
+        said = f"{promise.where} says tau {promise.length:.2f}{kind}{by_position(promise.rates)}"
+        if not promise.is_decoded:
+            said += f", and here it is {1 + accepted:.2f}{by_position(rates)}"
+        if short := first_short_position(rates, promise.rates, number):
+            said += f", of which position {short} is the first to fall far short"
+        found.append((said, short is not None or accepted < (promise.length - 1) / 2))
+    return found
+
+
+def first_short_position(rates: list[float], promised: list[float], number: int) -> int | None:
+    """The first position, from 1, below half the promised acceptance, which so small a `number` does not explain."""
+    for position, (ours, theirs) in enumerate(zip(rates, promised, strict=False), start=1):
+        if ours < theirs / 2 and theirs - ours > MIN_Z * (theirs * (1 - theirs) / number) ** 0.5:
+            return position
+    return None
+
+
+def by_position(rates: list[float]) -> str:
+    return f" (by position {' '.join(f'{rate:.2f}' for rate in rates)})" if rates else ""
+
+
+def foreign_data(pair: Pair) -> str | None:
+    """What to say where the drafter does much better on answers that came with the prompts than on the target's."""
+    texts = [pair.text(torch.tensor([ids]), torch.tensor([mask])) for ids, mask in pair.given]
+    if sum(given.anchors.shape[1] for given in texts) < MIN_BLOCKS:
+        return None
+    given, own = (float(score.accepted().mean()) for score in (pair.measure(texts), pair.configured))
+    if given < 1.5 * own + POOR:
+        return None
+    return (
+        f"the drafter is right on the given answers ({given:.2f} drafts a block) but not on the target's own "
+        f"({own:.2f}), so its training data was not written by this target"
+    )
+
+
+def decoded_rounds(pair: Pair) -> SpeculativeStats:
+    """Rounds of real decoding; the last one of a text, which its end cuts, only where there is no other."""
+    stats = SpeculativeStats()
+    for drafted in pair.drafted:
+        rounds = drafted.speculation
+        keep = slice(None, -1) if len(rounds.num_drafts) > 1 else slice(None)
+        stats.extend(SpeculativeStats(rounds.num_drafts[keep], rounds.num_accepted[keep]))
+    return stats
+
+
+def predicted_rounds(pair: Pair) -> SpeculativeStats:
+    """The rounds that decoding would have if it drafted what training's blocks say on the target's own texts."""
+    stats, num_slots = SpeculativeStats(), pair.config.block_size - 1
+    accepted = pair.configured.accepted().int().tolist()
+    for text in pair.own:
+        right, accepted = accepted[: text.anchors.shape[1]], accepted[text.anchors.shape[1] :]
+        rounds, i = [], 0
+        while i < len(right):
+            rounds.append(right[i])
+            i += right[i] + 1
+        rounds = rounds[:-1] or rounds
+        stats.extend(SpeculativeStats([num_slots] * len(rounds), rounds))
+    return stats
+
+
+def experiment(check: str, subject: str):
+    """The check that reports a group of trials. Of all trials only the best names a cause: others follow from it."""
+
+    def report(pair: Pair) -> Finding:
+        score, number = float(pair.configured.accepted().mean()), sum(trial.check == check for trial in pair.trials)
+        better = [trial for trial in pair.clearly_better if trial.check == check]
+        if not better:
+            text = (
+                f"{subject} as configured ({score:.2f} drafts a block); none of {number} other ways is clearly better"
+            )
+            return Finding(check, OK, text, figures={"accepted_drafts": score})
+        trial, best = better[0], pair.clearly_better[0]
+        figures = {"accepted_drafts": score, "accepted_drafts_that_way": score + trial.gain}
+        text = f"(that way it accepts {score + trial.gain:.2f} drafts a block instead of {score:.2f})"
+        if trial is not best:
+            return Finding(check, WARNING, f"better too as if trained {trial.what} {text}", figures=figures)
+        # One position off is much the same on either side
+        alike = [other.what for other in pair.clearly_better if other.ce_gain >= ALIKE * best.ce_gain]
+        return Finding(
+            check, FAIL, f"the drafter was trained {', or '.join(alike)} {text}", trial.fix, figures=figures
+        )
+
+    return report
+
+
+CHECKS = (
+    check_weights,
+    check_encoding,
+    check_trained,
+    check_mask,
+    check_fingerprint,
+    experiment(MASK, "the mask token"),
+    experiment(STATE, "the tapped state"),
+    experiment(OUTPUT, "the output"),
+    experiment(POSITIONS, "the rotary embedding"),
+    experiment(SETTINGS, "the block"),
+    check_paths,
+    check_lossless,
+    check_acceptance,
+)
+
+
+def examine(pair: Pair) -> Iterator[Finding]:
+    """Every check's finding, in the order in which causes hide each other: the first FAIL is the cause.
+
+    Raises `ValueError` when the target writes too little to judge by.
+    """
+    try:
+        check_shapes(pair.config, pair.target.config)
+    except ValueError as error:
+        text, _, fix = str(error).partition(": ")
+        yield Finding("shapes", FAIL, text, fix, is_last=True)
+        return
+    yield Finding("shapes", OK, "vocabulary, width, paths and layers are the target's")
+    for check in CHECKS:
+        finding = check(pair)
+        yield finding
+        if finding.is_last:
+            return
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
+
+def add_parser(subparsers) -> argparse.ArgumentParser:
+    parser = subparsers.add_parser(
+        "check",
+        help="find out why a drafter accepts little",
+        description="Go through the known causes of a drafter that accepts little or nothing, mostly by experiment on "
+        "texts that the target writes. Exit status 3 when a cause was found.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
+    parser.add_argument("drafter", help="folder or Hub id of its drafter")
+    parser.add_argument(
+        "--prompts",
+        help='JSONL with {"prompt"}, {"turns"} or {"messages"} (default: built-in prompts); answers in it are judged '
+        "beside the target's own",
+    )
+    parser.add_argument("--num-prompts", type=int, default=len(BUILT_IN_PROMPTS), help="the first so many")
+    parser.add_argument("--max-new-tokens", type=int, default=64, help="that the target writes to each prompt")
+    parser.add_argument("--mode", choices=MODES, default="non-thinking")
+    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the experiments compute in fp32 in any case")
+    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
+    parser.add_argument("--target-revision")
+    parser.add_argument("--drafter-revision")
+    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; returns 0, or `CAUSE_FOUND`."""
+    check_positive(args, "num_prompts", "max_new_tokens", "threads")
+    check_folder(args.drafter)
+    chats = read_chats(args.prompts, args.num_prompts)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    console = Console(highlight=False, soft_wrap=True, quiet=args.json)
+    findings = []
+    for finding in find(args, chats):
+        findings.append(finding)
+        console.print(
+            f"[{STYLES[finding.status]}]{finding.status:8}[/]{finding.check:17} {escape(finding.sentence())}"
+        )
+    causes = [finding for finding in findings if finding.status == FAIL]
+    cause = causes[0].sentence() if causes else None
+    if args.json:
+        keys = ("check", "status", "text", "fix", "figures")
+        rows = [{key: getattr(finding, key) for key in keys} for finding in findings]
+        print(json.dumps({"cause": cause, "findings": rows}, indent=2))
+    warned = any(finding.status == WARNING for finding in findings)
+    nothing = "No cause found" + (", but see the warnings." if warned else ": the pair is sound.")
+    console.print(f"\n[bold]Cause: {escape(cause)}.[/]" if cause else f"\n{nothing}")
+    return CAUSE_FOUND if causes else 0
+
+
+def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -> Iterator[Finding]:
+    """The findings; that a drafter cannot be loaded is the first of them, and then the only one."""
+    errors = (StrictDataclassError, ValueError, OSError)
+    try:  # what can be said before the target is loaded
+        check_drafter_type(args.drafter, args.drafter_revision)
+        config = HyperDFlashConfig.from_pretrained(args.drafter, revision=args.drafter_revision)
+    except errors as error:
+        yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
+        return
+    generation = (config.encoding or {}).get("generation", "preview")
+    encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
+    encode_messages(chats[0][0], **encoding)  # raises for an effort that there is not
+    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
+    try:
+        drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
+    except errors as error:
+        yield Finding("loading", FAIL, " ".join(str(error).split()))
+        return
+    drafter.confidence_head = None  # all slots are looked at, also those that would not pay
+    yield Finding("loading", OK, "the drafter's tensors are those of its config")
+    yield from examine(
+        Pair(
+            target,
+            drafter,
+            *encode_chats(chats, tokenizer, encoding, target.config.max_position_embeddings - args.max_new_tokens),
+            special_ids=tokenizer.get_added_vocab(),
+            mode=args.mode,
+            max_new_tokens=args.max_new_tokens,
+            promised=read_promises(args.drafter, args.drafter_revision),
+        )
+    )
+
+
+def read_chats(file: str | None, number: int) -> list[tuple[list[dict], list[dict]]]:
+    """The first prompts of a file, or built-in ones: the messages to answer, and those that came as the answer.
+
+    Raises `ValueError` that names a row which holds no prompt, `OSError` for a missing file.
+    """
+    if file is None:
+        return [([{"role": "user", "content": prompt}], []) for prompt in BUILT_IN_PROMPTS[:number]]
+    chats = []
+    for source, row in islice(read_rows([file]), number):
+        try:
+            if isinstance(row, ValueError):
+                raise row
+            history, turns, answers = history_and_turns(row)
+            chat = [*history, {"role": "user", "content": turns[0]}]
+            encode_messages([*chat, *answers])
+        except ValueError as error:
+            raise ValueError(f"{source} is no prompt: {error}") from error
+        chats.append((chat, answers))
+    return chats
+
+
+def encode_chats(chats: list[tuple[list[dict], list[dict]]], tokenizer, encoding: dict, limit: int) -> tuple:
+    """`Pair.prompts` and `Pair.given`. Raises `ValueError` for a prompt that leaves no room within `limit` tokens."""
+    prompts, given = [], []
+    for number, (chat, answers) in enumerate(chats, start=1):
+        ids, _ = encode_with_mask(chat, tokenizer, add_generation_prompt=True, **encoding)
+        if len(ids) > limit:
+            raise ValueError(f"prompt {number} has {len(ids)} tokens: with --max-new-tokens, {limit} is the limit")
+        prompts.append(torch.tensor([ids]))
+        if answers:
+            whole, mask = encode_with_mask([*chat, *answers], tokenizer, **encoding)
+            given.append((whole[:limit], mask[:limit]))
+    return prompts, given

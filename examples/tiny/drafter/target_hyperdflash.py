@@ -1,0 +1,406 @@
+"""What DeepSeek-V4 is given: rewindable cache layers, assisted generation, and a tap on its residual.
+
+Speculative decoding writes K positions into the target's cache and then takes back the rejected ones. V4's own layers
+cannot do that: their compressors fold tokens into entries as they arrive. The layers here keep what one rewind needs
+and nothing more. While recording (`activate_past_recording`), each forward leaves its raw projected rows and the first
+series of every window it closed; `crop(-r)` rebuilds buffer, entries and overlap from them, without recomputation and
+bit for bit as a fresh run would hold them, and drops the record. Without recording they behave and weigh as the
+library's layers.
+
+Importing this file (loading a drafter does) gives `DeepseekV4ForCausalLM` three things, once per process
+(`set_up_deepseek_v4`): it is no longer refused as stateful, the caches of assisted calls get rewindable layers, and
+`_assisted_decoding` hands over to an assistant that brings its own loop. Plain `generate` is untouched.
+
+Nothing here knows of a drafter. Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows
+`(B, T, width)`; entries `(B, entries, head_dim)`; overlap slices `(B, rate, head_dim)`; residual `(B, T, m, D)`.
+Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
+"""
+
+import functools
+import inspect
+import threading
+
+import torch
+import transformers
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+
+TESTED_TRANSFORMERS = ("5.24.0",)
+UNTESTED_TRANSFORMERS = (
+    "HyperDFlash builds on {what}, which transformers {version} does not have; tested versions: "
+    + ", ".join(TESTED_TRANSFORMERS)
+)
+
+try:
+    from transformers.cache_utils import DynamicSlidingWindowLayer
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
+except ImportError as error:
+    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error.name, version=transformers.__version__)) from error
+
+
+# ---------------------------------------------------------------------------------------------------- rewindable cache
+
+
+class RewindableSlidingLayer(DynamicSlidingWindowLayer):
+    """Sliding-window K = V that can take back every position written since recording or the last `crop`."""
+
+    def __init__(self, sliding_window: int, **kwargs):
+        super().__init__(sliding_window=sliding_window)
+        self.num_recorded = 0  # positions that `crop` may still remove
+
+    def activate_past_recording(self) -> None:
+        """Start to keep what a rewind needs; what was cached before cannot be taken back."""
+        if not self.record_past:
+            self.record_past = True
+            self.num_recorded = 0
+
+    def deactivate_past_recording(self) -> None:
+        """Drop the record and fall back to the memory of a plain cache."""
+        self.crop(0)
+        self.record_past = False
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Append `(B, 1, T, head_dim)`; returns the positions that `get_mask_sizes` announced, twice (K = V)."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        num_new = key_states.shape[-2]
+        full = torch.cat([self.keys, key_states], dim=-2) if self.keys.numel() else key_states
+        visible = full[:, :, -(self.sliding_window - 1 + num_new) :, :]
+        self.cumulative_length += num_new
+        if self.record_past:
+            self.num_recorded += num_new
+            self.keys = self.values = full
+        else:
+            self.keys = self.values = self._window(full)
+        return visible, visible
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back `-tokens_to_remove` positions and drop the record.
+
+        Raises `RuntimeError` when more positions are to go than were recorded, `ValueError` for a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of positions to remove, got {tokens_to_remove}")
+        num_removed = -tokens_to_remove
+        if num_removed > self.num_recorded:
+            raise RuntimeError(
+                f"cannot take back {num_removed} positions: {self.num_recorded} were recorded since "
+                "activate_past_recording() or the last crop()"
+            )
+        if num_removed:
+            self.cumulative_length -= num_removed
+            self._rewind(num_removed)
+        if self.keys is not None:
+            self.keys = self.values = self._window(self.keys, num_removed)
+        self.num_recorded = 0
+        self._drop_record()
+
+    def _window(self, keys: torch.Tensor, num_removed: int = 0) -> torch.Tensor:
+        """The last `window - 1` positions before the removed ones."""
+        num_kept = keys.shape[-2] - num_removed
+        length = min(num_kept, self.sliding_window - 1)
+        return keys.narrow(-2, num_kept - length, length)
+
+    def _rewind(self, num_removed: int) -> None:
+        """Compressor state of `num_removed` positions ago (`cumulative_length` is already the new one)."""
+
+    def _drop_record(self) -> None:
+        """Forget the rows kept for a rewind."""
+
+    def _map_states(self, fn) -> None:
+        """Apply `fn` to every state tensor (batch first)."""
+        if self.keys is not None:
+            self.keys = self.values = fn(self.keys)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map_states(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map_states(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map_states(lambda t: t[indices.to(t.device) if isinstance(indices, torch.Tensor) else indices])
+
+    def reset(self) -> None:
+        super().reset()
+        self.num_recorded = 0
+        self._drop_record()
+
+
+class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
+    """Heavily compressed attention: the sliding window plus one entry for every `compress_rate` positions."""
+
+    _layer_type = None  # not registered for every cache of the process: see `make_rewindable`
+
+    def __init__(self, config, **kwargs):
+        DeepseekV4HCACache.__init__(self, config)
+        self._start_record()
+
+    def _start_record(self) -> None:
+        self.num_recorded = 0
+        # Per compressor, one item a forward: (first entry not closed before it, raw rows of kv and gate from there on)
+        self._rows: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+
+    def _drop_record(self) -> None:
+        self._rows.clear()
+
+    def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor):
+        """As in the library; the rows from the last entry boundary on go on record."""
+        first_entry, rate = self.entry_count[name], self.compress_rate
+        buffer_kv = self.buffer_kv[name]
+        if buffer_kv is not None and buffer_kv.shape[1]:
+            kv = torch.cat([buffer_kv, kv], dim=1)
+            gate = torch.cat([self.buffer_gate[name], gate], dim=1)
+        if self.record_past:
+            self._rows.setdefault(name, []).append((first_entry, kv, gate))
+        usable = kv.shape[1] // rate * rate
+        self.buffer_kv[name], self.buffer_gate[name] = kv[:, usable:], gate[:, usable:]
+        return kv[:, :usable], gate[:, :usable], first_entry * rate
+
+    def _rewind(self, num_removed: int) -> None:
+        num_entries, num_buffered = divmod(self.cumulative_length, self.compress_rate)
+        for name, record in self._rows.items():
+            # The first forward that reached the new length holds every row since the new last entry boundary
+            for first_entry, kv, gate in record:  # noqa: B007
+                start = (num_entries - first_entry) * self.compress_rate
+                if start + num_buffered <= kv.shape[1]:
+                    break
+            self.buffer_kv[name] = kv.narrow(1, start, num_buffered)
+            self.buffer_gate[name] = gate.narrow(1, start, num_buffered)
+            if num_entries < self.entry_count[name]:
+                self.compressed_kv[name] = self.compressed_kv[name].narrow(1, 0, num_entries)
+                self.entry_count[name] = num_entries
+
+    def _map_states(self, fn) -> None:
+        super()._map_states(fn)
+        for states in (self.buffer_kv, self.buffer_gate, self.compressed_kv):
+            for name, tensor in states.items():
+                if tensor is not None:
+                    states[name] = fn(tensor)
+        for name, record in self._rows.items():
+            self._rows[name] = [(first, fn(kv), fn(gate)) for first, kv, gate in record]
+
+
+class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
+    """Compressed sparse attention: compressor and indexer, whose windows also read the one before (overlap)."""
+
+    _layer_type = None
+
+    def __init__(self, config, **kwargs):
+        DeepseekV4CSACache.__init__(self, config)
+        self._start_record()
+
+    def _start_record(self) -> None:
+        super()._start_record()
+        # Per compressor: (index of the first window, its Ca slices (B, windows, rate, head_dim) of kv and gate)
+        self._slices: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
+
+    def _drop_record(self) -> None:
+        super()._drop_record()
+        self._slices.clear()
+
+    def update_overlap_state(self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int):
+        if self.record_past:
+            record = self._slices.setdefault(name, [])
+            first = self.entry_count[name]
+            if not record and self.overlap_kv[name] is not None:
+                record.append((first - 1, self.overlap_kv[name][:, None], self.overlap_gate[name][:, None]))
+            record.append((first, chunk_kv[..., :head_dim], chunk_gate[..., :head_dim]))
+        return super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
+
+    def _rewind(self, num_removed: int) -> None:
+        super()._rewind(num_removed)
+        last_entry = self.cumulative_length // self.compress_rate - 1
+        for name, record in self._slices.items():
+            self.overlap_kv[name] = self.overlap_gate[name] = None  # unless a window is still closed
+            for first, kv, gate in record:
+                if 0 <= last_entry - first < kv.shape[1]:
+                    self.overlap_kv[name] = kv.select(1, last_entry - first)
+                    self.overlap_gate[name] = gate.select(1, last_entry - first)
+
+    def _map_states(self, fn) -> None:
+        super()._map_states(fn)
+        for states in (self.overlap_kv, self.overlap_gate):
+            for name, tensor in states.items():
+                if tensor is not None:
+                    states[name] = fn(tensor)
+        for name, record in self._slices.items():
+            self._slices[name] = [(first, fn(kv), fn(gate)) for first, kv, gate in record]
+
+
+_REWINDABLE = {
+    DynamicSlidingWindowLayer: RewindableSlidingLayer,
+    DeepseekV4HCACache: RewindableHCALayer,
+    DeepseekV4CSACache: RewindableCSALayer,
+}
+
+
+def make_rewindable(cache: Cache, config) -> Cache:
+    """Give a DeepSeek-V4 `DynamicCache` rewindable layers, in place, keeping what it already holds.
+
+    Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's
+    registry of layer types is left alone: it has one slot a type for every cache and every model of the process.
+
+    Raises `ValueError` for a cache that is not dynamic, is offloaded, has another number of layers than the config, or
+    has been recording with layers that cannot rewind.
+    """
+    if not isinstance(cache, DynamicCache) or cache.offloading:
+        kind = "an offloaded cache" if isinstance(cache, DynamicCache) else f"a {type(cache).__name__}"
+        raise ValueError(f"DeepSeek-V4 can rewind a DynamicCache only, got {kind}: leave `cache_implementation` unset")
+    if len(cache.layers) != config.num_hidden_layers:
+        raise ValueError(
+            f"the cache has {len(cache.layers)} layers, DeepSeek-V4's config has {config.num_hidden_layers}: build it "
+            "with DynamicCache(config=target.config)"
+        )
+    cache.layers = [_rewindable_layer(layer, config) for layer in cache.layers]
+    return cache
+
+
+def _rewindable_layer(layer, config):
+    cls = _REWINDABLE.get(type(layer))
+    if cls is None:
+        if hasattr(layer, "deactivate_past_recording"):
+            return layer
+        raise ValueError(f"cannot make a {type(layer).__name__} layer rewindable: build the cache with its config")
+    if layer.record_past and layer.get_seq_length():
+        raise ValueError(
+            f"the cache's {type(layer).__name__} layers recorded positions before HyperDFlash could keep their state: "
+            "start from a new cache"
+        )
+    new = cls(sliding_window=layer.sliding_window) if cls is RewindableSlidingLayer else cls(config)
+    new.__dict__.update(layer.__dict__)
+    return new
+
+
+# --------------------------------------------------------------------------------------------------------- the set-up
+
+
+# What the set-up replaces and what it expects of it: a moved seam is reported by name instead of failing deep inside.
+_SEAMS = {
+    "_assisted_decoding": {
+        "input_ids",
+        "logits_processor",
+        "stopping_criteria",
+        "generation_config",
+        "assistant_model",
+    },
+    "_validate_generation_mode": {"generation_mode", "generation_config", "generation_mode_kwargs"},
+    "_prepare_cache_for_generation": {"generation_config", "model_kwargs", "generation_mode"},
+    "_prefill": {"input_ids", "generation_config", "model_kwargs"},
+    "prepare_inputs_for_generation": {"input_ids", "next_sequence_length"},
+    "_optimize_model_for_decode": set(),
+}
+
+
+def set_up_deepseek_v4() -> None:
+    """Teach `DeepseekV4ForCausalLM` assisted generation; does nothing the second time, nor from another copy.
+
+    Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
+    """
+    if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
+        return
+    for name, expected in _SEAMS.items():
+        method = getattr(GenerationMixin, name, None)
+        missing = expected - set(inspect.signature(method).parameters) if method else expected
+        if missing:
+            what = f"GenerationMixin.{name}({', '.join(sorted(expected))})"
+            raise ImportError(UNTESTED_TRANSFORMERS.format(what=what, version=transformers.__version__))
+    _assisted_decoding.asks_the_assistant = True
+    for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
+        name = method.__name__  # the library's signature stays visible: `generate` reads it
+        setattr(DeepseekV4ForCausalLM, name, functools.wraps(getattr(GenerationMixin, name))(method))
+    DeepseekV4ForCausalLM._is_stateful = False
+
+
+def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+    if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
+        return loop(self, input_ids, *args, **kwargs)
+    if (cache := kwargs.get("cache")) is not None and cache.get_seq_length():
+        raise ValueError(
+            f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
+            "feed them again. Pass no cache, or use a HyperDFlash drafter"
+        )
+    try:
+        return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
+    finally:
+        _stop_recording(cache)
+
+
+def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
+        validate(self, generation_mode, generation_config)
+    GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+    GenerationMixin._prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    )
+    assisted = generation_mode == GenerationMode.ASSISTED_GENERATION or generation_config.is_assistant
+    if assisted and model_kwargs.get("cache") is not None:
+        make_rewindable(model_kwargs["cache"], self.config)
+
+
+def _stop_recording(cache: Cache | None) -> None:
+    for layer in cache.layers if cache is not None else ():
+        if hasattr(layer, "deactivate_past_recording"):
+            layer.deactivate_past_recording()
+
+
+# ---------------------------------------------------------------------------------------------------- the residual tap
+
+
+class ResidualTap:
+    """Collects what a drafter reads from the target's forwards, for one call.
+
+    Hooks live from `__enter__` to `__exit__`, and see the forwards of the thread that entered only.
+
+    Args:
+        layer_ids (`list[int]`, *optional*):
+            Zero-based layers whose outputs are read, concatenated on the last axis, `(B, T, m, L * D)`. By default the
+            input of hc_head: the final residual before its paths are collapsed, `(B, T, m, D)`.
+    """
+
+    def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None):
+        self.target, self.layer_ids = target, layer_ids
+        self._outputs: list[list[torch.Tensor]] = []
+        self._handles = []
+
+    def __enter__(self):
+        thread = threading.get_ident()
+        model = self.target.model
+
+        def keep(slot, tensor):
+            if threading.get_ident() == thread:
+                self._outputs[slot].append(tensor)
+
+        if self.layer_ids is None:
+            self._outputs = [[]]
+            self._handles = [model.hc_head.register_forward_pre_hook(lambda module, args: keep(0, args[0]))]
+        else:
+            self._outputs = [[] for _ in self.layer_ids]
+            self._handles = [
+                model.layers[i].register_forward_hook(lambda module, args, output, slot=slot: keep(slot, output))
+                for slot, i in enumerate(self.layer_ids)
+            ]
+        return self
+
+    def __exit__(self, *exc):
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> torch.Tensor:
+        """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
+        layers = [torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in self._outputs]
+        self.clear()
+        # A target spread over several devices leaves its layers' outputs where they were computed
+        return torch.cat([x.to(layers[-1].device) for x in layers], dim=-1) if len(layers) > 1 else layers[0]
+
+    def clear(self) -> None:
+        """Forget what was collected, as after forwards that are not the loop's (a processor that runs the target)."""
+        self._outputs = [[] for _ in self._outputs]
+
+
+set_up_deepseek_v4()

@@ -1,0 +1,178 @@
+"""Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on one CPU core (about an hour).
+
+    python examples/tiny/make/train_target.py --steps 1700     # resumes from examples/tiny/build/target if it exists
+
+Writes `examples/tiny/target/` (bf16 safetensors with `mtp.0.*` in the same file) and `target_report.json` beside it:
+held-out perplexity of every domain, and the MTP module's accuracy on the token after the next.
+"""
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from batching import DOMAINS, load_documents, make_batches, pad
+from safetensors.torch import load_file, save_file
+from target_config import config, fill_hash_tables
+from torch import nn
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import load_balancing_loss_func
+from transformers.trainer_utils import get_last_checkpoint
+
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
+
+TINY = Path(__file__).resolve().parents[1]
+MTP_WEIGHT = 0.3
+BALANCE_WEIGHT = 0.01
+
+
+class TargetWithMTP(nn.Module):
+    """Next-token loss of the target plus `MTP_WEIGHT` times the loss of its MTP module on the token after it."""
+
+    def __init__(self, vocab_size: int):
+        super().__init__()
+        self.config = config(vocab_size)
+        self.target = DeepseekV4ForCausalLM(self.config)
+        fill_hash_tables(self.target)
+        self.mtp = DeepseekV4MTP(self.config)
+
+    def forward(self, input_ids, labels):
+        residual = None
+
+        def keep(module, args):
+            nonlocal residual
+            residual = args[0]
+
+        handle = self.target.model.hc_head.register_forward_pre_hook(keep)
+        try:
+            out = self.target.model(input_ids, use_cache=False, output_router_logits=True)
+        finally:
+            handle.remove()
+        loss, _ = self.head_loss(out.last_hidden_state[:, :-1], labels[:, 1:])
+        # The module at position t sees the residual of t and the token t + 1, and predicts t + 2.
+        next_ids = input_ids[:, 1:-1]
+        hidden, _ = self.mtp(self.target.model.embed_tokens(next_ids), residual[:, :-2], next_ids)
+        mtp_loss, mtp_accuracy = self.head_loss(hidden, labels[:, 2:])
+        balance = load_balancing_loss_func(out.router_logits, self.config.n_routed_experts, 2)
+        total = loss + MTP_WEIGHT * mtp_loss + BALANCE_WEIGHT * balance
+        return {
+            "loss": total,
+            "next_token_loss": loss.detach(),
+            "mtp_loss": mtp_loss.detach(),
+            "mtp_accuracy": mtp_accuracy,
+        }
+
+    def head_loss(self, hidden, labels):
+        keep = labels.flatten() != -100
+        logits, labels = self.target.lm_head(hidden.flatten(0, 1)[keep]), labels.flatten()[keep]
+        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
+        return F.cross_entropy(logits.float(), labels), accuracy
+
+
+@torch.no_grad()
+def evaluate(model: TargetWithMTP, build: Path, pad_token_id: int) -> dict:
+    """Held-out perplexity and MTP accuracy of every domain, averaged over batches weighted by their tokens."""
+    model.eval()
+    report = {}
+    for domain in DOMAINS:
+        sums = torch.zeros(3)
+        for batch in make_batches(load_documents(build, "heldout", domain), 4096, seed=0):
+            inputs = pad(batch, pad_token_id)
+            tokens = (inputs["labels"] != -100).sum()
+            out = model(**inputs)
+            sums += torch.stack([tokens, tokens * out["next_token_loss"], tokens * out["mtp_accuracy"]])
+        tokens, loss, accuracy = sums.tolist()
+        report[domain] = {
+            "tokens": int(tokens),
+            "perplexity": round(math.exp(loss / tokens), 3),
+            "mtp_accuracy": round(accuracy / tokens, 4),
+        }
+    return report
+
+
+def save(model: TargetWithMTP, folder: Path) -> None:
+    """The target as `save_pretrained` writes it, in bf16 (what V4 keeps in fp32 stays so), with `mtp.0.*` added."""
+    mtp = mtp_state_dict(model.mtp)
+    fp32 = model.target.state_dict()
+    target = DeepseekV4ForCausalLM(model.config).to(torch.bfloat16)
+    keep = tuple(model.target._keep_in_fp32_modules_strict)
+    for module_name, module in target.named_modules():
+        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            full = f"{module_name}.{name}"
+            if full in fp32:
+                dtype = fp32[full].dtype if any(k in full for k in keep) else tensor.dtype
+                tensor.data = fp32[full].to(dtype)
+    target.config.dtype = torch.bfloat16
+    target.config.use_cache = target.generation_config.use_cache = True  # the Trainer switches it off
+    target.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file({**load_file(file), **mtp}, file, metadata={"format": "pt"})
+
+
+def load(model: TargetWithMTP, folder: Path) -> None:
+    """Put what `save` wrote back into the model, so that the report is about the saved weights."""
+    saved = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.target.load_state_dict(saved.state_dict())
+    model.mtp.load_state_dict(load_mtp(folder, model.config).state_dict())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--build", type=Path, default=TINY / "build")
+    parser.add_argument("--target", type=Path, default=TINY / "target")
+    parser.add_argument("--steps", type=int, default=1700)
+    parser.add_argument("--tokens-per-batch", type=int, default=3072)
+    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    set_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    documents = [doc for domain in DOMAINS for doc in load_documents(args.build, "train", domain)]
+    batches = make_batches(documents, args.tokens_per_batch, seed=0)
+    print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens, {len(batches)} batches")
+    model = TargetWithMTP(len(tokenizer))
+    out = args.build / "target"
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(out),
+            use_cpu=True,
+            bf16=True,
+            max_steps=args.steps,
+            per_device_train_batch_size=1,
+            learning_rate=args.learning_rate,
+            adam_beta2=0.95,
+            weight_decay=0.1,
+            lr_scheduler_type="cosine_with_min_lr",
+            lr_scheduler_kwargs={"min_lr_rate": 0.05},
+            warmup_steps=100,
+            max_grad_norm=1.0,
+            logging_steps=20,
+            save_steps=200,
+            save_total_limit=1,
+            remove_unused_columns=False,
+            dataloader_num_workers=0,
+            report_to="none",
+        ),
+        train_dataset=batches,
+        data_collator=lambda items: pad(items[0], tokenizer.pad_token_id),
+    )
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
+    save(model, args.target)
+    load(model, args.target)
+    report = evaluate(model, args.build, tokenizer.pad_token_id)
+    seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch
+    report["training"] = {
+        "steps": args.steps,
+        "tokens": int(seen),
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
+    (args.target / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""What a run's folder holds: written when training starts, compared when it is resumed, read for the model card.
+
+`run.json` (target, data, versions), `recipe.yaml` (settings), `command.txt`, the Trainer's checkpoints with their
+`trainer_state.json` (the log), and under LoRA `base/`, the drafter that the adapter belongs to.
+"""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+from transformers.utils import logging
+
+from ..common.files import write_atomically, written_whole
+from ..modeling_hyperdflash import HyperDFlashModel
+from .arguments import HyperDFlashTrainingArguments, RecipeError
+from .data import DataReport
+from .target import TargetHead
+
+logger = logging.get_logger(__name__)
+
+RUN_FILE, RECIPE_FILE, COMMAND_FILE = "run.json", "recipe.yaml", "command.txt"
+STATE_FILE = "trainer_state.json"
+# What the card takes from run.json.
+FACTS = (
+    "target",
+    "target_revision",
+    "train_data",
+    "eval_data",
+    "data_report",
+    "mode",
+    "effort",
+    "generation",
+    "num_parameters",
+    "num_trainable_parameters",
+    "versions",
+    "finished",
+)
+# Settings that a run cannot change on the way, and those that it can, with a warning.
+FIXED = (
+    *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
+    *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
+    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "bf16"),  # the optimizer's state has them
+)
+RUN_LENGTH = ("num_train_epochs", "max_steps")
+# Settings that the card shows even where they are the defaults.
+SHOWN = (
+    *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
+)
+BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
+
+
+@dataclass
+class Run:
+    """What the files of a run say; None, or empty, for a file that is not there.
+
+    Attributes:
+        facts (`dict`, *optional*): `run.json`.
+        recipe (`dict`, *optional*): `recipe.yaml`.
+        command (`str`, *optional*): `command.txt`, access tokens removed.
+        state (`dict`, *optional*): the exported checkpoint's `trainer_state.json`.
+        history (`list[dict]`): the run's whole log, which goes on behind a checkpoint that is not the last.
+        adapter (`bool`): whether the weights were merged from a LoRA adapter.
+    """
+
+    facts: dict | None = None
+    recipe: dict | None = None
+    command: str | None = None
+    state: dict | None = None
+    history: list[dict] = field(default_factory=list)
+    adapter: bool = False
+
+    def is_known(self) -> bool:
+        """Whether anything at all is known of the training."""
+        return any(part is not None for part in (self.facts, self.recipe, self.command, self.state))
+
+
+def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
+    """Read what is there of a checkpoint's run. Raises `ValueError` for a file that cannot be parsed, naming it."""
+    state = read_state(checkpoint)
+    own = state["log_history"] if state else []
+    folders = [run_dir, *list_checkpoints(run_dir)] if run_dir is not None else []
+    logs = [other["log_history"] for path in folders if (other := read_state(path)) is not None]
+    folder = run_dir if run_dir is not None else checkpoint
+    command = _read(folder / COMMAND_FILE, str)
+    return Run(
+        facts=_read(folder / RUN_FILE, _mapping(json.loads, *FACTS)),
+        recipe=_read(folder / RECIPE_FILE, _mapping(yaml.safe_load)),
+        # `hub_token=hf_...` on a command line is not for the public.
+        command=command and re.sub(r"(token=)\S+|\bhf_\w{20,}", r"\1<removed>", command),
+        state=state,
+        # Only a log that goes on from this checkpoint's: the folder may hold remains of another run.
+        history=max([own, *(log for log in logs if log[: len(own)] == own)], key=len),
+        adapter=(checkpoint / "adapter_config.json").is_file(),
+    )
+
+
+def list_checkpoints(run_dir: Path) -> list[Path]:
+    """A run's checkpoints by step, whole or not."""
+    folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    return sorted(folders, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def read_state(folder: Path) -> dict | None:
+    """A folder's `trainer_state.json`; None where there is none, or one cut short: the Trainer writes it last."""
+    try:
+        state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    return state if isinstance(state, dict) and {"global_step", "log_history"} <= state.keys() else None
+
+
+def _read(path: Path, parse):
+    if not path.is_file():
+        return None
+    try:
+        return parse(path.read_text(encoding="utf-8"))
+    except (ValueError, yaml.YAMLError) as error:
+        problem = " ".join(str(error).split())
+        raise ValueError(
+            f"{path} cannot be read: {problem}. Repair it, or move it away to export without it"
+        ) from error
+
+
+def _mapping(parse, *required: str):
+    """`parse`, held to a mapping with these keys."""
+
+    def parse_mapping(text: str) -> dict:
+        values = parse(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"a mapping is expected, not {type(values).__name__}")
+        if lacking := [name for name in required if name not in values]:
+            raise ValueError(f"it lacks {', '.join(lacking)}")
+        return values
+
+    return parse_mapping
+
+
+def check_run_folder(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
+    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with, or nothing is to be written."""
+    output = Path(args.output_dir)
+    if output.exists() and not output.is_dir():
+        raise FileExistsError(f"output_dir {output} is a file")
+    resume, is_run = args.resume_from_checkpoint, (output / RUN_FILE).is_file()
+    goes_on = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    if dry_run or goes_on or not args.should_save or not output.is_dir():
+        pass
+    elif any(not path.name.endswith(".partial") for path in output.iterdir()):  # else killed before it began
+        way_out = "go on with resume_from_checkpoint=true, " if is_run else ""
+        raise FileExistsError(f"output_dir {output} is not empty: {way_out}choose another, or remove it")
+    if args.eval_strategy != "no" and not args.eval_data:
+        raise RecipeError(f"eval_strategy {args.eval_strategy.value} needs eval_data")
+
+
+def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None:
+    """The checkpoint to go on from, or None. Raises `ValueError` where the run was another one.
+
+    Folders of checkpoints that were being written when a run was killed are removed.
+    """
+    resume = args.resume_from_checkpoint
+    if not resume:
+        return None
+    if isinstance(resume, str):
+        if read_state(Path(resume)) is None:
+            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no complete checkpoint of a Trainer")
+        check_unchanged(Path(resume).parent, facts)
+        return check_optimizer(Path(resume))
+    output = Path(args.output_dir)
+    check_unchanged(output, facts)
+    complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
+    if args.should_save:
+        for folder in set(list_checkpoints(output)) - set(complete):
+            logger.warning(f"{folder} was not written to its end: removed")
+            shutil.rmtree(folder)
+    if not complete:
+        logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
+    return check_optimizer(complete[-1]) if complete else None
+
+
+def check_optimizer(checkpoint: Path) -> Path:
+    """The checkpoint; raises `ValueError` for one that training could not go on from exactly."""
+    if not (checkpoint / "scheduler.pt").is_file():
+        raise ValueError(
+            f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot go on from it; "
+            f"init_from={checkpoint} starts a new one from its weights"
+        )
+    return checkpoint
+
+
+def check_unchanged(run_dir: Path, facts: dict) -> None:
+    """Raises `ValueError` where a run was made of something else; warns where it is only to go on differently."""
+    recorded = run_dir / RUN_FILE
+    if not recorded.is_file():
+        return
+    before = json.loads(recorded.read_text())
+    for name, value in facts["fixed"].items():
+        if (old := before["fixed"].get(name)) != value:
+            raise ValueError(
+                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
+                "choose another output_dir (init_from takes over the weights)"
+            )
+    for name, value in facts["length"].items():
+        if (old := before["length"].get(name)) != value:
+            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}: the learning rate follows")
+
+
+def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
+    """What the card and a later resume need to know."""
+    return {
+        "target": drafter.config.target_name_or_path,
+        "target_revision": drafter.config.target_revision,
+        "train_data": report.files,
+        "eval_data": eval_files,
+        "data_report": report.lines(),
+        "num_samples": len(rows),
+        "num_tokens": int(sum(rows["length"])),
+        "mode": args.mode,
+        "effort": args.effort,
+        "generation": args.generation,
+        "num_parameters": drafter.num_parameters(),
+        "block_size": drafter.config.block_size,
+        "init_from": lineage(args.init_from),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
+        "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
+            "target": head.sha256,
+            "init_from": args.init_from,
+            "drafter": args.drafter,
+            "lora": args.lora,
+            "data_sha256": data_sha256,
+            "samples_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            **{name: getattr(args, name) for name in FIXED},
+        },
+        "length": {name: getattr(args, name) for name in RUN_LENGTH},
+        "finished": False,
+    }
+
+
+def lineage(init_from: str | None) -> dict | None:
+    """What is known of the run whose weights this one starts from: its data and size."""
+    if init_from is None:
+        return None
+    recorded = Path(init_from).parent / RUN_FILE
+    before = json.loads(recorded.read_text()) if recorded.is_file() else {}
+    return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
+
+
+def write_run_files(output: Path, args, values: dict, command: str, facts: dict, drafter: HyperDFlashModel) -> None:
+    """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
+    output.mkdir(parents=True, exist_ok=True)
+    if (output / COMMAND_FILE).is_file():  # resumed: the first command stays
+        command = f"{(output / COMMAND_FILE).read_text().rstrip()}\n{command}"
+    shown = {name: getattr(args, name) for name in SHOWN} | values
+    shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
+    write_facts(output, facts)  # first: it makes the folder a run's
+    write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
+    write_atomically(output / COMMAND_FILE, (command + "\n").encode())
+    if args.lora is not None and not (output / BASE_FOLDER).exists():
+        with written_whole(output / BASE_FOLDER) as folder:
+            drafter.save_pretrained(folder)
+
+
+def write_facts(output: Path, facts: dict) -> None:
+    write_atomically(output / RUN_FILE, (json.dumps(facts, indent=2, ensure_ascii=False) + "\n").encode())

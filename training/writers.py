@@ -1,0 +1,420 @@
+"""Who answers the turns of `regenerate`: a target in this process, or an OpenAI-compatible server.
+
+    .venv/bin/python -m pytest tests/test_regenerate.py
+
+Both take turns from a `TurnQueue`, where the follow-up of an answered turn may appear at any time, and yield `(turn,
+Answer)` or `(turn, AnswerError)` in the order in which answers are complete.
+
+`TargetWriter` decodes batches without padding, which DeepSeek-V4 would pool into its compressed entries. All prompts
+of a batch start at position 0 and differ by some tokens in length: the shortest is prefilled, and while the others are
+fed the rest of theirs, token by token, the shorter ones are being answered. Finished rows leave the batch.
+
+Legend: B batch, T sequence, V vocabulary.
+"""
+
+import hashlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from itertools import islice
+from queue import SimpleQueue
+from random import uniform
+from time import sleep
+from typing import NamedTuple
+
+import torch
+from transformers import DynamicCache
+from transformers.utils import logging
+
+from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target, read_identity
+from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, encode_with_mask, to_message
+from ..pairing_hyperdflash import target_fingerprint
+from ..target_hyperdflash import make_rewindable
+
+logger = logging.get_logger(__name__)
+
+MAX_SPREAD = 64  # tokens between the shortest and the longest prompt of a batch
+WINDOW = 64  # batches' worth of turns that a batch is chosen from
+LONGEST_WAIT = 60.0  # seconds between two tries of a request
+
+
+class Sampling(NamedTuple):
+    """How answers are drawn: greedily at temperature 0, else from the nucleus of `top_p`. `seed` is the run's."""
+
+    max_new_tokens: int = 2048
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One answer to be written.
+
+    Attributes:
+        source (`str`): where the conversation comes from, "file.jsonl:12".
+        number (`int`): which of the conversation's re-written turns this is, from 1.
+        messages (`list[dict]`): the whole conversation, earlier answers being the new ones.
+        position (`int`): index in `messages` of the answer; their length to append one.
+        encoding (`dict`): `mode`, `effort` and `generation` of `encode_with_mask`.
+        prompt_ids (`list[int]`): what the model is asked.
+        seed (`int`): of this turn alone, so that its answer does not depend on what else is being written.
+    """
+
+    source: str
+    number: int
+    messages: list[dict]
+    position: int
+    encoding: dict
+    prompt_ids: list[int] = field(repr=False)
+    seed: int = 0
+
+    @property
+    def prompt(self) -> list[dict]:
+        return self.messages[: self.position]
+
+
+class Answer(NamedTuple):
+    """Attributes:
+    input_ids (`list[int]`): what the model wrote, its EOS included.
+    message (`dict`): the same as an assistant message; in thinking mode with `"reasoning"`.
+    finish_reason (`str`): `"stop"`, or `"length"` for an answer cut by the limit.
+    token_ids (`str`): `"exact"`, or `"re-encoded"` where a server gave text only.
+    """
+
+    input_ids: list[int]
+    message: dict
+    finish_reason: str
+    token_ids: str = "exact"
+
+
+class AnswerError(Exception):
+    """Why a turn has no answer. `unreachable` says that no server was there to refuse it."""
+
+    def __init__(self, reason: str, unreachable: bool = False):
+        super().__init__(reason)
+        self.unreachable = unreachable
+
+
+class TurnQueue:
+    """The turns that can be answered now; more come from an iterator, which is read only as far as needed."""
+
+    def __init__(self, turns: Iterator[Turn]):
+        self.pending: list[Turn] = []
+        self._unread = turns
+
+    def fill(self, num_turns: int) -> None:
+        """Read on until `num_turns` are pending or none is left."""
+        self.pending += islice(self._unread, max(num_turns - len(self.pending), 0))
+
+    def push(self, turn: Turn) -> None:
+        self.pending.append(turn)
+
+
+# ------------------------------------------------------------------------------------------------ a target, in process
+
+
+class TargetWriter:
+    """Answers by a DeepSeek-V4 in this process.
+
+    Args:
+        target (`str`): folder or Hub id; only its head is read until `load`.
+        batch_size (`int`, *optional*, defaults to 32): rows decoded together.
+        dtype, device_map: as in `from_pretrained`.
+
+    Raises `ValueError` for what is no DeepSeek-V4, `OSError` for missing files.
+    """
+
+    def __init__(self, target: str, revision: str | None = None, *, batch_size=32, dtype="auto", device_map=None):
+        checkpoint = TargetCheckpoint(target, revision)
+        self.path, self.revision, self.name = target, checkpoint.revision, checkpoint.name
+        self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
+        tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+        self.identity = {
+            "backend": "transformers",
+            "model": self.name,
+            "revision": self.revision,
+            "dtype": dtype,
+            "fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
+        }
+
+    def load(self) -> None:
+        """Load the model."""
+        self.target, _ = load_target(self.path, self.revision, self.dtype, self.device_map)
+
+    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+        """Answer the queue's turns until it is empty."""
+        limit = self.target.config.max_position_embeddings
+        eos_ids = _eos_ids(self.target, tokenizer)
+        queue.fill(WINDOW * self.batch_size)
+        while queue.pending:
+            batch = take_batch(queue.pending, self.batch_size)
+            for turn in batch:
+                if len(turn.prompt_ids) >= limit:
+                    num_tokens = len(turn.prompt_ids)
+                    yield turn, AnswerError(f"the prompt's {num_tokens} tokens fill the target's {limit} positions")
+            batch = [turn for turn in batch if len(turn.prompt_ids) < limit]
+            for index, ids, reason in write_batch(self.target, batch, sampling, eos_ids) if batch else ():
+                message = to_message(ids, tokenizer, batch[index].encoding["mode"], eos_ids)
+                yield batch[index], Answer(ids, message, reason)
+            queue.fill(WINDOW * self.batch_size)
+
+
+def _eos_ids(target, tokenizer) -> set[int]:
+    """Where `generate` stops, and the encoding's own EOS."""
+    ids = target.generation_config.eos_token_id
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return {*ids, tokenizer.convert_tokens_to_ids(EOS_TOKEN)}
+
+
+def take_batch(pending: list[Turn], batch_size: int) -> list[Turn]:
+    """Take from `pending` the largest batch of prompts that differ by at most `MAX_SPREAD` tokens; of several as
+    large, the one whose prompts differ least."""
+    pending.sort(key=lambda turn: len(turn.prompt_ids))
+    lengths = [len(turn.prompt_ids) for turn in pending]
+    first, best = 0, (0, 0, 0)  # number of rows, minus their spread, index of the last
+    for last in range(len(lengths)):
+        while lengths[last] - lengths[first] > MAX_SPREAD or last - first >= batch_size:
+            first += 1
+        best = max(best, (last - first + 1, lengths[first] - lengths[last], last))
+    chosen = slice(best[2] - best[0] + 1, best[2] + 1)
+    batch = pending[chosen]
+    del pending[chosen]
+    return batch
+
+
+@torch.no_grad()
+def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterator[tuple[int, list[int], str]]:
+    """Decode prompts of unequal length together, all of them starting at position 0.
+
+    Yields `(index in turns, the answer's ids, "stop" or "length")`, each as soon as it is complete.
+    """
+    state = _batch_state(target, turns, sampling)
+    stops = torch.tensor(sorted(eos_ids), device=target.device)
+    cache = make_rewindable(DynamicCache(config=target.config), target.config)
+    start, position = 0, min(len(turn.prompt_ids) for turn in turns)
+    while True:
+        rows, lengths, limits, tokens, draws = state
+        logits = target(tokens[:, start:position], cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        chosen = choose(logits, _draw_at(draws, position - lengths), sampling)
+        is_answer = position >= lengths
+        tokens[:, position] = torch.where(is_answer, chosen, tokens[:, position])
+        start, position = position, position + 1
+        stopped = is_answer & torch.isin(tokens[:, start], stops)
+        ended = stopped | (position >= limits)
+        if not ended.any():
+            continue
+        for i in ended.nonzero()[:, 0].tolist():
+            ids = tokens[i, lengths[i] : position].tolist()
+            yield int(rows[i]), ids, "stop" if stopped[i] else "length"
+        if ended.all():
+            return
+        state = [t[~ended] for t in state]
+        cache.batch_select_indices((~ended).nonzero()[:, 0])
+
+
+def _batch_state(target, turns: list[Turn], sampling: Sampling) -> list[torch.Tensor]:
+    """Per row: its index in turns, its prompt's length and its limit in tokens, all (B,), the tokens (B, T) with the
+    prompt at the front, and its random numbers."""
+    lengths = torch.tensor([len(turn.prompt_ids) for turn in turns])
+    limits = (lengths + sampling.max_new_tokens).clamp(max=target.config.max_position_embeddings)
+    tokens = lengths.new_zeros(len(turns), int(limits.max()))
+    for row, turn in zip(tokens, turns, strict=True):
+        row[: len(turn.prompt_ids)] = torch.tensor(turn.prompt_ids)
+    state = torch.arange(len(turns)), lengths, limits, tokens, _draws(turns, sampling)
+    return [tensor.to(target.device) for tensor in state]
+
+
+def _draws(turns: list[Turn], sampling: Sampling) -> torch.Tensor:
+    """Uniform numbers (B, max_new_tokens), each row from its turn's own seed; (B, 0) for greedy decoding."""
+    num_draws = sampling.max_new_tokens if sampling.temperature else 0
+    generators = [torch.Generator().manual_seed(turn.seed) for turn in turns]
+    return torch.stack([torch.rand(num_draws, generator=g, dtype=torch.float64) for g in generators])
+
+
+def _draw_at(draws: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
+    """The number for each row's `index`-th answer token; rows still inside their prompt get one that nobody uses."""
+    return draws.gather(1, index.clamp(min=0)[:, None])[:, 0] if draws.shape[1] else None
+
+
+def choose(logits: torch.Tensor, draws: torch.Tensor | None, sampling: Sampling) -> torch.Tensor:
+    """The next token of each row (B,) from its logits (B, V) and a uniform number (B,): the inverse of the cumulative
+    distribution, so that a row's token depends on its own number and nothing else."""
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    probs = (logits.double() / sampling.temperature).softmax(-1)
+    if sampling.top_p < 1:
+        ordered, order = probs.sort(descending=True, stable=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probs = probs.scatter(-1, order, ordered.masked_fill(outside, 0))
+    bounds = probs.cumsum(-1)
+    # right=True never picks a token of probability 0, and draws < 1 stay below the last bound
+    return torch.searchsorted(bounds, (draws * bounds[:, -1])[:, None], right=True)[:, 0]
+
+
+# ------------------------------------------------------------------------------------------------------------ a server
+
+
+class ServerWriter:
+    """Answers by `/v1/completions` of an OpenAI-compatible server, which is sent token ids.
+
+    vLLM and SGLang return the answer's ids (`return_token_ids`). From a server that does not, the text is re-encoded.
+
+    Args:
+        url (`str`): `http://host:port`, with or without `/v1`.
+        model (`str`): the name it serves the target under.
+        concurrency (`int`, *optional*, defaults to 32): requests under way at the same time.
+        retries (`int`, *optional*, defaults to 5): further tries after a lost connection, 408, 429 or 5xx, with waits
+            of 1, 2, 4, ... seconds or what `Retry-After` says, at most 60.
+        timeout (`float`, *optional*, defaults to 600): seconds that a server may be silent, so the longest answer.
+        api_key (`str`, *optional*): sent as a bearer token.
+    """
+
+    first_wait = 1.0
+
+    def __init__(self, url: str, model: str, *, concurrency=32, retries=5, timeout=600.0, api_key=None):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url} is no server's address: it starts with http:// or https://")
+        self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self.name, self.concurrency, self.retries, self.timeout = model, concurrency, retries, timeout
+        self.headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.identity = {"backend": "server", "model": model}
+
+    def load(self) -> None:
+        """Make sure that the server is there and has the model. Raises `OSError` and `ValueError`."""
+        try:
+            listed = self._send("/models")
+        except urllib.error.HTTPError as error:
+            if error.code != 404:  # a server may have completions and no list of models
+                raise OSError(f"{self.url}/models answers {_describe(error)}") from error
+            return
+        except (OSError, HTTPException) as error:
+            raise OSError(f"no server answers at {self.url}: {_describe(error)}") from error
+        names = [model.get("id") for model in listed.get("data") or []]
+        if names and self.name not in names:
+            raise ValueError(f"{self.url} serves no model {self.name!r}, but {', '.join(map(str, names))}")
+
+    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+        """Answer the queue's turns until it is empty. Raises `OSError` when the server is gone."""
+        asked, answered = SimpleQueue(), SimpleQueue()
+        for _ in range(self.concurrency):  # daemons, so that Ctrl-C need not wait for the longest answer
+            threading.Thread(target=self._work, args=(asked, answered, sampling), daemon=True).start()
+        num_asked = num_unreachable = 0
+        try:
+            while True:
+                queue.fill(2 * self.concurrency)
+                while queue.pending and num_asked < self.concurrency:
+                    asked.put(queue.pending.pop())
+                    num_asked += 1
+                if not num_asked:
+                    return
+                turn, result = answered.get()
+                num_asked -= 1
+                if isinstance(result, dict):
+                    result = _read_choice(result, turn, tokenizer)
+                yield turn, result
+                is_lost = isinstance(result, AnswerError) and result.unreachable
+                num_unreachable = num_unreachable + 1 if is_lost else 0
+                if num_unreachable >= 2 * self.concurrency:
+                    raise OSError(f"{self.url} is gone ({result}); the same command goes on where this run stopped")
+        finally:
+            for _ in range(self.concurrency):
+                asked.put(None)
+
+    def _work(self, asked: SimpleQueue, answered: SimpleQueue, sampling: Sampling) -> None:
+        """One of the threads: a request at a time."""
+        while (turn := asked.get()) is not None:
+            try:
+                answered.put((turn, self._ask(turn, sampling)))
+            except Exception as error:  # a thread must not die silently: its turn would be waited for in vain
+                answered.put((turn, error if isinstance(error, AnswerError) else AnswerError(_describe(error))))
+
+    def _ask(self, turn: Turn, sampling: Sampling) -> dict:
+        """The first choice of the server's answer. Raises `AnswerError` once no try is left, or for a refusal."""
+        body = {
+            "model": self.name,
+            "prompt": turn.prompt_ids,
+            "max_tokens": sampling.max_new_tokens,
+            "temperature": sampling.temperature,
+            "return_token_ids": True,
+            "skip_special_tokens": False,  # where the text has to be re-encoded, it needs its </think>
+        }
+        if sampling.temperature:
+            body |= {"top_p": sampling.top_p, "seed": turn.seed}
+        for attempt in range(self.retries + 1):
+            wait = min(self.first_wait * 2**attempt, LONGEST_WAIT) * uniform(0.5, 1)
+            try:
+                return _first_choice(self._send("/completions", body))
+            except (OSError, HTTPException, json.JSONDecodeError) as error:
+                reason, has_answered = _describe(error), isinstance(error, urllib.error.HTTPError)
+                if has_answered and error.code < 500 and error.code not in (408, 429):
+                    raise AnswerError(reason) from error
+                if has_answered and (error.headers.get("Retry-After") or "").isdigit():
+                    wait = min(float(error.headers["Retry-After"]), LONGEST_WAIT)
+            if attempt < self.retries:
+                sleep(wait)
+        raise AnswerError(f"{reason}, after {self.retries + 1} tries", unreachable=not has_answered)
+
+    def _send(self, path: str, body: dict | None = None) -> dict:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data=data, headers=self.headers)
+        with urllib.request.urlopen(request, timeout=self.timeout) as response:
+            return json.loads(response.read())
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code}: {error.read(300).decode(errors='replace').strip() or error.reason}"
+    cause = error.reason if isinstance(error, urllib.error.URLError) else error
+    return str(cause) or type(error).__name__
+
+
+def _first_choice(response) -> dict:
+    try:
+        choice = response["choices"][0]
+    except (KeyError, IndexError, TypeError):
+        choice = None
+    if not isinstance(choice, dict):
+        raise AnswerError(f"no choice in the server's answer: {json.dumps(response)[:300]}")
+    return choice
+
+
+def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
+    """The answer in a choice of `/v1/completions`, or why there is none."""
+    reason, ids = choice.get("finish_reason"), choice.get("token_ids")
+    if reason not in ("stop", "length"):
+        return AnswerError(f"finish_reason {reason!r}")
+    if choice.get("prompt_token_ids") not in (None, turn.prompt_ids):
+        return AnswerError("the server's prompt ids are not those it was sent")
+    if ids is None:
+        return _read_text(choice.get("text"), reason, turn, tokenizer)
+    if not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
+        return AnswerError(f"token ids outside the tokenizer's {len(tokenizer)}, or none: {str(ids)[:100]}")
+    eos_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
+    if reason == "stop" and ids[-1] != eos_id:  # some servers keep it to themselves; nothing else stops an answer
+        ids = [*ids, eos_id]
+    eos_ids = {eos_id}
+    return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], eos_ids), reason)
+
+
+def _read_text(text: str | None, reason: str, turn: Turn, tokenizer) -> Answer | AnswerError:
+    """An answer without ids: its message, encoded. Only the EOS behind it is known to have been written."""
+    if not isinstance(text, str) or not text:
+        return AnswerError("the server's answer has neither token ids nor text")
+    message, is_open = {"role": "assistant", "content": text.removesuffix(EOS_TOKEN)}, False
+    if turn.encoding["mode"] == "thinking":
+        reasoning, end, content = message["content"].partition(THINK_END_TOKEN)
+        is_open = not end
+        message |= {"reasoning": reasoning, "content": content}
+        if is_open and reason == "stop":
+            return AnswerError(f"neither token ids nor a {THINK_END_TOKEN} in the server's answer")
+    ids, _ = encode_with_mask([*turn.prompt, message], tokenizer, **turn.encoding)
+    logger.warning_once("the server returns no token ids (vLLM's return_token_ids): its texts are encoded again")
+    num_unwritten = int(reason == "length") + int(is_open)  # the encoding adds EOS, and closes the reasoning
+    return Answer(ids[len(turn.prompt_ids) : len(ids) - num_unwritten], message, reason, "re-encoded")
