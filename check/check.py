@@ -33,7 +33,7 @@ from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
 from ..generation.promises import read_promises
-from ..generation_hyperdflash import SpeculativeStats
+from ..generation_hyperdflash import DraftRequest, SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
 from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, MIN_Z, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
 
@@ -175,8 +175,16 @@ def check_paths(pair: Pair) -> Finding:
     context, noise = pair.configured_state(text.states), blocks.input_ids.view(anchors.shape[1], -1).to(device)
     cache, start, worst, where = DynamicCache(config=pair.config), 0, 0.0, 0
     for i, anchor in enumerate(anchors[0].tolist()):
-        new = context[:, start:anchor]
-        drafted = pair.model.draft(new, noise[i : i + 1], anchor, noise.shape[1] - 1, pair.target, cache)
+        request = DraftRequest(
+            context=context[:, start:anchor],
+            ids=text.ids[:, : anchor + 1],
+            noise_ids=noise[i : i + 1],
+            position=anchor,
+            num_drafts=noise.shape[1] - 1,
+            target=pair.target,
+            cache=cache,
+        )
+        drafted = pair.model.draft(request)
         difference = float((drafted.float() - trained[i]).abs().max())
         worst, where, start = max((worst, where), (difference, anchor)) + (anchor,)
     rounding = (1e-3 if lm_head.dtype == torch.float32 else 0.05) * float(trained.abs().max())

@@ -10,14 +10,14 @@ the token after it. It lives under `mtp.0.*` in a checkpoint and shares embeddin
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import DeepseekV4Config, DynamicCache
+from transformers import DeepseekV4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
@@ -29,7 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ..common.checkpoint import file_in, tensor_files
-from ..generation_hyperdflash import HyperDFlashAssistant, head_logits, warn_of_cap
+from ..generation_hyperdflash import DraftRequest, HyperDFlashAssistant, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
 
 PREFIX = "mtp.0."
@@ -140,26 +140,26 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         """Room for the anchor alone."""
         return torch.zeros((1, 1), dtype=torch.long, device=device)
 
-    def propose(
-        self, context, ids, noise_ids, position, num_drafts, target, cache: DynamicCache, do_sample, choose
-    ) -> None:
+    def propose(self, request: DraftRequest, choose: Callable[[torch.Tensor], torch.LongTensor]) -> None:
         """Draft one token after the other; arguments as in `HyperDFlashAssistant.propose`.
 
         The cache keeps what came from the target's residuals. Steps on the module's own output are taken back: their
         positions come again, with residuals of the target, once they are verified.
         """
-        length = context.shape[1]
-        next_ids, weight = ids[:, -length:].to(noise_ids.device), self.e_proj.weight
+        length, position, cache = request.context.shape[1], request.position, request.cache
+        device, weight = request.noise_ids.device, self.e_proj.weight
+        # Position t is read with the token at t + 1, so the last of them is the anchor
+        next_ids = request.ids[:, -length:].to(device)
         positions = torch.arange(position - length, position, device=weight.device)[None]
-        residual, verified = context.to(weight), None
-        for step in range(num_drafts):
-            embeds = target.model.embed_tokens(next_ids)
+        residual, verified = request.context.to(weight), None
+        for step in range(request.num_drafts):
+            embeds = request.target.model.embed_tokens(next_ids)
             hidden, residual = self(
                 embeds.to(weight), residual, input_ids=next_ids, position_ids=positions, cache=cache
             )
             verified = verified or [dict(vars(layer)) for layer in cache.layers]
-            draft = choose(head_logits(target, hidden[:, -1]))
-            next_ids, residual = draft[None].to(noise_ids.device), residual[:, -1:]
+            draft = choose(head_logits(request.target, hidden[:, -1]))
+            next_ids, residual = draft[None].to(device), residual[:, -1:]
             positions = torch.full_like(positions[:, -1:], position + step)
         for layer, state in zip(cache.layers, verified, strict=True):
             vars(layer).update(state)  # updates make new tensors, so the old ones are still what they were

@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..generation_hyperdflash import ROWWISE_PROCESSORS, SpeculativeStats
+from ..generation_hyperdflash import ROWWISE_PROCESSORS, DraftRequest, SpeculativeStats
 from .decoding import accelerators, time_at_rest
 
 NUM_ALTERNATIVES = 3
@@ -188,18 +188,17 @@ class RoundRecorder:
         if self._keeper is not None:
             self._keeper.rows = []
 
-    def _propose(self, propose, *args) -> None:
-        """The drafter's `propose`; `choose`, the last argument, also hands the logits to this recorder."""
+    def _propose(self, propose, request: DraftRequest, choose) -> None:
+        """The drafter's `propose`; `choose` also hands the logits to this recorder."""
         if not self._is_ours:
-            return propose(*args)
-        *rest, choose = args
+            return propose(request, choose)
 
         def choose_and_keep(logits):
             self._draft_logits.append(logits)
             return choose(logits)
 
         start = self._now()
-        propose(*rest, choose_and_keep)
+        propose(request, choose_and_keep)
         self._draft_s += self._now() - start
 
     def _before_forward(self, module, args) -> None:

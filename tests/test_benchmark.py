@@ -21,6 +21,7 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from hyperdflash.__main__ import main
 from hyperdflash.benchmark import benchmark as module
+from hyperdflash.benchmark import environment
 from hyperdflash.benchmark.benchmark import Benchmark, Plan, call_seed
 from hyperdflash.benchmark.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
 from hyperdflash.benchmark.prompt_sets import Prompt, PromptSet
@@ -89,12 +90,12 @@ def command(world, tmp_path, monkeypatch):
 class Oracle(ScriptedDrafter):
     """Knows the target's greedy texts (`texts`), and is right in the way of `plan(text)` about them."""
 
-    def propose(self, context, ids, *args):
-        prefix = ids[0].tolist()
+    def propose(self, request, choose):
+        prefix = request.ids[0].tolist()
         text = next(text for text in self.texts if text[: len(prefix)] == prefix)
         if getattr(self, "sequence", None) != text:
             self.follow(torch.tensor([text]), self.plan(text))
-        super().propose(context, ids, *args)
+        super().propose(request, choose)
 
 
 def oracle(target, texts, plan) -> Arm:
@@ -572,10 +573,10 @@ def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_p
 @pytest.mark.parametrize(
     ("place", "name", "value", "message"),
     [
-        (module, "_device_name", lambda device: "abacus", '(now ["abacus"])'),
+        (environment, "_device_name", lambda device: "abacus", '(now ["abacus"])'),
         (torch, "get_num_threads", lambda: 5, "threads 1 (now 5)"),
-        (module, "SOURCES", TINY, "sources"),
-        (module, "version", lambda package: "0.0", "versions"),
+        (environment, "SOURCES", TINY, "sources"),
+        (environment, "version", lambda package: "0.0", "versions"),
     ],
 )
 def test_records_of_two_machines_or_codes_are_not_mixed(

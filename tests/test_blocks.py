@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_v4 import random_ids, tiny_drafter, tiny_target
 
+from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import anchor_seed, attention_masks, draw_anchors, make_blocks
 
@@ -118,7 +119,8 @@ def test_training_blocks_have_the_logits_that_decoding_drafts_from(window):
     cache, start = DynamicCache(config=drafter.config), 0
     for i, anchor in enumerate(anchors):
         noise_ids = blocks.input_ids.view(len(anchors), 5)[i : i + 1]
-        drafted = drafter.draft(residual[:, start:anchor], noise_ids, anchor, 4, target, cache)
+        ids = blocks.input_ids[:, :0]  # not read
+        drafted = drafter.draft(DraftRequest(residual[:, start:anchor], ids, noise_ids, anchor, 4, target, cache))
         torch.testing.assert_close(drafted, trained[i], atol=1e-5, rtol=0)
         start = anchor
 

@@ -9,6 +9,7 @@ import copy
 import json
 import math
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -321,15 +322,17 @@ def test_a_pair_on_a_gpu_passes():
 class LatePropose(HyperDFlashModel):
     """Decoding loses the newest context, though `draft` itself is right."""
 
-    def propose(self, context, *args):
-        super().propose(context[:, : max(1, context.shape[1] - 2)], *args)
+    def propose(self, request, choose):
+        context = request.context[:, : max(1, request.context.shape[1] - 2)]
+        super().propose(replace(request, context=context), choose)
 
 
 class LateDraft(HyperDFlashModel):
     """The block of decoding is made without the newest context."""
 
-    def draft(self, context, *args):
-        return super().draft(context[:, :-1] if context.shape[1] > 1 else context, *args)
+    def draft(self, request):
+        context = request.context
+        return super().draft(replace(request, context=context[:, :-1] if context.shape[1] > 1 else context))
 
 
 @pytest.mark.parametrize(
@@ -348,7 +351,7 @@ def test_decoding_that_is_not_what_was_trained_is_named(world, drafter_class, ch
 
 def test_verification_that_changes_the_text_is_named(world, monkeypatch):
     def accept_everything(self, scores, draft_ids, draft_probs):
-        return [*draft_ids, int(scores[-1].argmax())]
+        return len(draft_ids), int(scores[-1].argmax())
 
     monkeypatch.setattr(_Loop, "judge", accept_everything)
     found = check.check_lossless(world.pair(world.drafter))

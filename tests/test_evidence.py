@@ -206,18 +206,18 @@ def test_the_first_drafts_along_a_text_are_those_of_decoding_it(kind, monkeypatc
         drafter, along = tiny_drafter(target, draft_head="markov"), first_slot.drafts_of_block
     rounds, own = [], drafter.propose
 
-    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
+    def recording(request, choose):
         def choose_and_keep(logits):
-            rounds.append((position, logits.clone()))
+            rounds.append((request.position, logits.clone()))
             return choose(logits)
 
-        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
+        own(request, choose_and_keep)
 
     monkeypatch.setattr(drafter, "propose", recording)
     ids = greedy(target, prompt, 30, assistant_model=drafter, num_assistant_tokens=1)
     monkeypatch.undo()
     assert len(rounds) > 10
-    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
+    with ResidualTap(target) as tap:
         target(ids, use_cache=False)
         residual = tap.take()
     anchors = torch.tensor([position for position, _ in rounds])

@@ -369,8 +369,9 @@ def test_every_kind_of_drafter_drafts_as_one_pass_over_its_whole_context(target,
     own, checked = drafter.draft, []
 
     @torch.no_grad()
-    def checking(context, noise_ids, position, num_drafts, target, cache):
-        got = own(context, noise_ids, position, num_drafts, target, cache)
+    def checking(request):
+        got, noise_ids = own(request), request.noise_ids
+        position, num_drafts = request.position, request.num_drafts
         ids = torch.nn.functional.pad(noise_ids[:, :1], (0, 3), value=drafter.config.mask_token_id)
         assert torch.equal(noise_ids, ids)
         hidden = drafter(target.get_input_embeddings()(ids), residuals[:, :position]).last_hidden_state

@@ -527,9 +527,9 @@ def test_two_threads_with_one_target(target, prompt, plain):
         drafter = tiny_drafter(target)
         own = drafter.draft
 
-        def draft(context, *args):
-            contexts[slot].append(context.shape[1])
-            return own(context, *args)
+        def draft(request):
+            contexts[slot].append(request.context.shape[1])
+            return own(request)
 
         drafter.draft = draft
         barrier.wait()
@@ -578,9 +578,9 @@ def test_adapted_target_is_decoded_and_tapped_with_its_adapter(prompt):
         drafter = scripted_drafter(base, want, pattern)
         own, contexts = drafter.draft, []
 
-        def draft(context, *args, own=own, contexts=contexts):
-            contexts.append(context)
-            return own(context, *args)
+        def draft(request, own=own, contexts=contexts):
+            contexts.append(request.context)
+            return own(request)
 
         drafter.draft = draft
         assert greedy(adapted, prompt, 20, assistant_model=drafter).tolist() == want.tolist()

@@ -14,6 +14,7 @@ from transformers import DeepseekV4Config, DynamicCache
 
 from hyperdflash import __main__ as cli
 from hyperdflash import generation_hyperdflash
+from hyperdflash.common import checkpoint
 from hyperdflash.common.files import written_whole
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import compare_fingerprint, fingerprint_tensors, target_fingerprint
@@ -178,7 +179,7 @@ def test_only_single_rows_of_the_embedding_are_read(mixed, tmp_path, monkeypatch
 
             return Slice()
 
-    monkeypatch.setattr(init, "safe_open", lambda *args, **kwargs: Recorder(safe_open(*args, **kwargs)))
+    monkeypatch.setattr(checkpoint, "safe_open", lambda *args, **kwargs: Recorder(safe_open(*args, **kwargs)))
     init_drafter(mixed, tmp_path / "out", mask_token_id=MASK_TOKEN_ID)
     assert sorted(whole) == sorted(name for name in OFFICIAL if "embed" not in name)
     assert sliced == [("model.embed_tokens.weight", 1)] * 4

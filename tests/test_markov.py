@@ -89,15 +89,15 @@ def test_decoding_chooses_what_training_scores(gate, monkeypatch):
     drafter = markov_drafter(target, gate=gate, block_size=6)
     rounds, own = [], drafter.propose
 
-    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
+    def recording(request, choose):
         drafts = []
 
         def choose_and_keep(logits):
             drafts.append(choose(logits))
             return drafts[-1]
 
-        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
-        rounds.append((ids.clone(), torch.cat(drafts).clone(), noise_ids.clone()))
+        own(request, choose_and_keep)
+        rounds.append((request.ids.clone(), torch.cat(drafts).clone(), request.noise_ids.clone()))
 
     monkeypatch.setattr(drafter, "propose", recording)
     greedy(target, random_ids(9), 20, assistant_model=drafter)

@@ -51,15 +51,15 @@ def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, mon
     mtp = tiny_mtp(target, max_drafts)
     rounds, own = [], mtp.propose
 
-    def recording(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose):
+    def recording(request, choose):
         drafts = []
 
         def choose_and_keep(logits):
             drafts.append(logits)
             return choose(logits).clone()
 
-        own(context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose_and_keep)
-        rounds.append((ids.clone(), drafts))
+        own(request, choose_and_keep)
+        rounds.append((request.ids.clone(), drafts))
 
     monkeypatch.setattr(mtp, "propose", recording)
     greedy(target, random_ids(11), 30, assistant_model=mtp)

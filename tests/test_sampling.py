@@ -107,11 +107,12 @@ def table_target():
 class TableDrafter(ScriptedDrafter):
     """Draft logits of slot k are row `(k, anchor)` of `tables`; every `skips`-th block proposes half as many."""
 
-    def draft(self, context, noise_ids, position, num_drafts, target, cache):
+    def draft(self, request):
+        num_drafts = request.num_drafts
         self.rounds += 1
         if self.skips and self.rounds % self.skips == 0:
             num_drafts //= 2
-        return self.tables[:num_drafts, int(noise_ids[0, 0])]
+        return self.tables[:num_drafts, int(request.noise_ids[0, 0])]
 
 
 def table_drafter(target, kind, *, block_size=4, skips=0):
@@ -269,9 +270,9 @@ def test_drafts_are_accepted_as_often_as_they_can_be(name):
         ideal = torch.minimum(transition, q.softmax(-1)).sum(-1)
         own, anchors = drafter.draft, []
 
-        def draft(context, noise_ids, *args, own=own, anchors=anchors):
-            anchors.append(int(noise_ids[0, 0]))
-            return own(context, noise_ids, *args)
+        def draft(request, own=own, anchors=anchors):
+            anchors.append(int(request.noise_ids[0, 0]))
+            return own(request)
 
         drafter.draft = draft
         out = chain(target, 1500, 4, assistant_model=drafter, return_dict_in_generate=True, **options)
@@ -392,11 +393,11 @@ def test_joint_distribution_of_three_tokens_is_the_targets(name, kind):
     with torch.no_grad():
         after = {a: target(torch.cat([prompt, torch.tensor([[a]])], 1)).logits[0, -1:].float() for a in range(4)}
 
-    def draft(context, noise_ids, position, num_drafts, *args):
+    def draft(request):
         if kind != "right":
-            return fixed[kind][:num_drafts]
+            return fixed[kind][: request.num_drafts]
         # Right at slot 1 of the first block, any guess behind it.
-        return torch.cat([after[int(noise_ids[0, 0])], fixed["random"]])[:num_drafts]
+        return torch.cat([after[int(request.noise_ids[0, 0])], fixed["random"]])[: request.num_drafts]
 
     drafter.draft = draft
     counts = torch.zeros(4, 4, 4)

@@ -30,7 +30,7 @@ from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
-from hyperdflash.training import train
+from hyperdflash.training import run_folder, train
 from hyperdflash.training.arguments import RecipeError, load_recipe
 from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
@@ -549,7 +549,7 @@ def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, wh
 
 def test_a_batch_may_be_cut_differently_and_a_longer_run_is_warned_of(hd, world, stopped, caplog, monkeypatch):
     warnings = []
-    monkeypatch.setattr(train.logger, "warning", warnings.append)
+    monkeypatch.setattr(run_folder.logger, "warning", warnings.append)
     options = SAME | {"eval_data": [str(world.eval_data)], "per_device_train_batch_size": 2}
     result = hd(
         "resume_from_checkpoint=true", "gradient_accumulation_steps=2", "num_train_epochs=3", "save_steps=6", **options

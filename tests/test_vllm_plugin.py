@@ -9,6 +9,7 @@ import torch
 from live_memory import LiveMemory
 from tiny_v4 import tiny_drafter, tiny_target
 
+from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash_vllm import checks, features
@@ -285,7 +286,7 @@ def test_the_sequential_head_chooses_what_the_drafters_own_loop_chooses(target, 
         for request in range(B):
             monkeypatch.setattr(drafter, "draft_hidden", lambda *args, request=request: (hidden[request], None))
             noise_ids = torch.tensor([[int(anchors[request]), 63, 63, 63]])
-            drafter.propose(None, None, noise_ids, 0, N, stand_in, None, False, choose)
+            drafter.propose(DraftRequest(None, None, noise_ids, 0, N, stand_in, cache=None), choose)
         want = torch.cat(want)
 
         torch.set_default_dtype(dtype)  # as vLLM does while it builds the draft

@@ -127,14 +127,14 @@ class ScriptedDrafter(HyperDFlashModel):
         self.pattern = pattern if callable(pattern) else lambda _: pattern
         return self
 
-    def draft(self, context, noise_ids, position, num_drafts, target, cache):
+    def draft(self, request):
         right = self.pattern(self.rounds)
         self.rounds += 1
-        start = position + self.pads + 1
+        start, num_drafts = request.position + self.pads + 1, request.num_drafts
         ids = (self.sequence[start : start + num_drafts] + [1] * num_drafts)[: num_drafts if right is not None else 0]
         if right is not None and right < len(ids):
             ids[right] = (ids[right] + 1) % (self.config.vocab_size - 1)
-        logits = torch.full((len(ids), self.config.vocab_size), float("-inf"), device=noise_ids.device)
+        logits = torch.full((len(ids), self.config.vocab_size), float("-inf"), device=request.noise_ids.device)
         logits[range(len(ids)), ids] = 0.0
         return logits
 

@@ -82,25 +82,20 @@ def drafter_loss(
     kl_scale = alpha * temperature**2 / max(num_kl_slots, 1) / counts[:num_kl_slots].clamp(min=1)
     if alpha == 0:
         teacher_hidden = teacher_hidden[:, :0]
-    num_blocks = max(1, chunk_size // num_slots)
-    learned = (hidden, markov_states, markov_w2)
+    learned = [x for x in (hidden, markov_states, markov_w2) if x is not None]
+    fixed = _Fixed(
+        labels=labels,
+        lm_head=lm_head,
+        teacher_hidden=teacher_hidden,
+        verifier_hidden=verifier_hidden,
+        ce_scale=ce_scale,
+        kl_scale=kl_scale,
+        temperature=temperature,
+        blocks_per_chunk=max(1, chunk_size // num_slots),
+        needs_grad=torch.is_grad_enabled() and any(x.requires_grad for x in learned),
+    )
     with torch.autocast(hidden.device.type, enabled=False):  # the head works in its own dtype, as in decoding
-        return LossOutput(
-            *_HeadLoss.apply(
-                hidden,
-                labels,
-                lm_head,
-                teacher_hidden,
-                ce_scale,
-                kl_scale,
-                temperature,
-                num_blocks,
-                markov_states,
-                markov_w2,
-                verifier_hidden,
-                torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in learned),
-            )
-        )
+        return LossOutput(*_HeadLoss.apply(hidden, markov_states, markov_w2, fixed))
 
 
 def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count) -> torch.Tensor:
@@ -121,66 +116,83 @@ def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.Long
     return (loss * reached).sum() / torch.as_tensor(count).clamp(min=1)
 
 
+class _Fixed(NamedTuple):
+    """What the loss depends on and has no gradient for; shapes as in `drafter_loss`."""
+
+    labels: torch.LongTensor
+    lm_head: torch.Tensor
+    teacher_hidden: torch.Tensor
+    verifier_hidden: torch.Tensor | None
+    ce_scale: torch.Tensor  # (S,): what one slot's cross-entropy counts in the loss
+    kl_scale: torch.Tensor  # (P,): what one slot's KL counts
+    temperature: float
+    blocks_per_chunk: int
+    needs_grad: bool
+
+
 class _HeadLoss(torch.autograd.Function):
-    """Loss and its gradient by `hidden` and the Markov head in one pass over chunks of `num_blocks` blocks."""
+    """Loss and its gradients by `hidden` and the Markov head, in one pass over chunks of blocks.
+
+    Autograd would keep the logits of all slots until the backward. Here each chunk's gradient is worked out while its
+    logits exist, and the backward only scales what the forward has found.
+    """
 
     @staticmethod
     def forward(
         ctx,
-        hidden,
-        labels,
-        lm_head,
-        teacher_hidden,
-        ce_scale,
-        kl_scale,
-        temperature,
-        num_blocks,
-        states,
-        w2,
-        verifier,
-        needs_grad,
+        hidden: torch.Tensor,  # (N, S, D)
+        markov_states: torch.Tensor | None,  # (N, S, R)
+        markov_w2: torch.Tensor | None,  # (V, R)
+        fixed: _Fixed,
     ):
-        (N, S), P = labels.shape, teacher_hidden.shape[1]
-        ce, kl = ce_scale.new_zeros(N, S), ce_scale.new_zeros(N, P)
+        labels, lm_head, temperature = fixed.labels, fixed.lm_head, fixed.temperature
+        (N, S), P = labels.shape, fixed.teacher_hidden.shape[1]
+        ce, kl = fixed.ce_scale.new_zeros(N, S), fixed.ce_scale.new_zeros(N, P)
         correct = torch.zeros_like(labels, dtype=torch.bool)
-        overlap = ce.new_zeros(ce.shape) if verifier is not None else None
+        overlap = ce.new_zeros(ce.shape) if fixed.verifier_hidden is not None else None
         grad, grad_states, grad_w2 = (
-            torch.zeros_like(x) if needs_grad and x is not None else None for x in (hidden, states, w2)
+            torch.zeros_like(x) if fixed.needs_grad and x is not None else None
+            for x in (hidden, markov_states, markov_w2)
         )
-        w2_head = w2.to(lm_head.dtype) if w2 is not None else None
-        for start in range(0, N, num_blocks):
-            rows = slice(start, start + num_blocks)
+        w2 = markov_w2.to(lm_head.dtype) if markov_w2 is not None else None
+        for start in range(0, N, fixed.blocks_per_chunk):
+            rows = slice(start, start + fixed.blocks_per_chunk)
+            # 1. Logits of the chunk, with the Markov head's bias: (n, S, V)
             valid = labels[rows] != -100
             logits = _logits(hidden[rows], lm_head)
             if w2 is not None:
-                logits += _logits(states[rows], w2_head)
-            target = labels[rows].clamp(min=0).unsqueeze(-1)
+                logits += _logits(markov_states[rows], w2)
+            # 2. Cross-entropy. The softmax is kept unnormalised: its buffer becomes the gradient's below
+            target = labels[rows].clamp(min=0).unsqueeze(-1)  # -100 is no index; `valid` drops those slots
             highest, choice = logits.max(-1)
             softmax = (logits - highest.unsqueeze(-1)).exp_()
             total = softmax.sum(-1)
             ce[rows] = (highest + total.log() - logits.gather(-1, target)[..., 0]) * valid
             correct[rows] = (choice == target[..., 0]) & valid
-            if verifier is not None:
-                p = _logits(verifier[rows], lm_head).softmax(-1)
+            if overlap is not None:
+                p = _logits(fixed.verifier_hidden[rows], lm_head).softmax(-1)
                 overlap[rows] = torch.minimum(p, softmax / total.unsqueeze(-1)).sum(-1) * valid
+            # 3. KL(p || q) of the first P slots, both softened
             if P:
-                log_p = (_logits(teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
+                log_p = (_logits(fixed.teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
                 log_q = (logits[:, :P] / temperature).log_softmax(-1)
                 p = log_p.exp()
                 kl[rows] = (log_p.sub_(log_q).mul_(p)).sum(-1) * valid[:, :P]
-            if needs_grad:
+            # 4. The gradient: q - one_hot(label) of the cross-entropy and (q - p) / T of the KL, by logits, then by
+            # what the logits came from
+            if fixed.needs_grad:
                 grad_logits = softmax.div_(total.unsqueeze(-1))
                 grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
-                grad_logits *= (ce_scale * valid).unsqueeze(-1)
+                grad_logits *= (fixed.ce_scale * valid).unsqueeze(-1)
                 if P:
-                    scale = (kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
+                    scale = (fixed.kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
                     grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
                 grad_logits = grad_logits.to(lm_head.dtype)
                 grad[rows] = grad_logits @ lm_head
                 if w2 is not None:
-                    grad_states[rows] = grad_logits @ w2_head
-                    grad_w2 += grad_logits.flatten(0, 1).T @ states[rows].to(lm_head.dtype).flatten(0, 1)
-        loss = (ce * ce_scale).sum() + (kl * kl_scale[:P]).sum()
+                    grad_states[rows] = grad_logits @ w2
+                    grad_w2 += grad_logits.flatten(0, 1).T @ markov_states[rows].to(lm_head.dtype).flatten(0, 1)
+        loss = (ce * fixed.ce_scale).sum() + (kl * fixed.kl_scale[:P]).sum()
         ctx.save_for_backward(grad, grad_states, grad_w2)
         ctx.mark_non_differentiable(ce, kl, correct, *([] if overlap is None else [overlap]))
         return loss, ce, kl, correct, overlap
@@ -189,7 +201,7 @@ class _HeadLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, *_):
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
-        return grads[0], None, None, None, None, None, None, None, *grads[1:], None, None
+        return *grads, None
 
 
 def _logits(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

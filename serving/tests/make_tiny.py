@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
@@ -173,7 +174,7 @@ def sequential_logits(drafter, hidden: torch.Tensor, noise_ids: torch.Tensor) ->
 
     drafter.draft_hidden = lambda *args: (hidden, None)
     target = SimpleNamespace(lm_head=lm_head, model=SimpleNamespace(embed_tokens=lm_head))  # read for its dtype
-    drafter.propose(None, None, noise_ids, 0, len(hidden), target, None, False, choose)
+    drafter.propose(DraftRequest(None, None, noise_ids, 0, len(hidden), target, cache=None), choose)
     return {"lm_head": lm_head.weight.detach(), "ids": noise_ids[0], "logits": torch.cat(rows)}
 
 

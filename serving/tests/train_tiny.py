@@ -27,6 +27,7 @@ from transformers import DeepseekV4ForCausalLM, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hyperdflash.common.console import progress_is_hidden
+from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.dataset import SampleDataset
@@ -179,9 +180,8 @@ def replay_rounds(target, drafter, ids: list[int], num_prompt: int) -> list[int]
             drafts += logits.argmax(-1).tolist()
             return logits.argmax(-1)
 
-        drafter.propose(
-            residual[:, :anchor], tokens[:, : anchor + 1], noise, anchor, K - 1, target, None, False, choose
-        )
+        context, ids = residual[:, :anchor], tokens[:, : anchor + 1]
+        drafter.propose(DraftRequest(context, ids, noise, anchor, K - 1, target, cache=None), choose)
         truth = ids[anchor + 1 : anchor + K]
         accepted = next((i for i, token in enumerate(truth) if token != drafts[i]), len(truth))
         rounds.append(accepted)

@@ -1,18 +1,18 @@
-"""Assisted generation for DeepSeek-V4: the one-time set-up of the target class, and the loop that HyperDFlash brings.
+"""The assistant that drafts, the statistics of its rounds, and the decoding loop that verifies its drafts.
 
-`target.generate(assistant_model=drafter)` works because importing this file (loading a drafter does) gives
-`DeepseekV4ForCausalLM` three things, once per process (`set_up_deepseek_v4`): it is no longer refused as stateful, the
-caches of assisted calls get rewindable layers, and `_assisted_decoding` hands over to an assistant that brings its own
-loop. Everything else lasts one call. Plain `generate` is untouched.
+`target.generate(assistant_model=drafter)` ends up in `HyperDFlashAssistant.assisted_decoding_loop`: the target class
+hands an assisted call over to an assistant that brings its own loop (`target_hyperdflash.py`). Nothing of a call stays
+behind on the target.
 
 The loop is the library's with three differences: it taps the target's residual, it trims ids, scores, cache and stream
-at the first token that stops, and it does less work a round. Logits processors that look at the prefix are called once
-for every token, with the true prefix, as in plain decoding, so processors that keep state work too.
+at the first token that stops, and it does less work per round. Logits processors that look at the prefix are called
+once for every token, with the true prefix, as in plain decoding, so processors that keep state work too.
 
 Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
 """
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,9 @@ from transformers.generation import (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
     GenerateDecoderOnlyOutput,
+    GenerationConfig,
     LogitNormalization,
+    LogitsProcessorList,
     MaxLengthCriteria,
     MinPLogitsWarper,
     StoppingCriteriaList,
@@ -32,14 +34,12 @@ from transformers.generation import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
-from .target_hyperdflash import (
-    ResidualTap,
-    _stop_recording,
-)
+from .target_hyperdflash import ResidualTap, _stop_recording
 
 logger = logging.get_logger(__name__)
 
@@ -56,9 +56,6 @@ ROWWISE_PROCESSORS = (
 )
 
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
-
-
-# ---------------------------------------------------------------------------------------------------------- set-up
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
@@ -139,6 +136,32 @@ class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
 # ------------------------------------------------------------------------------------------------------ the assistant
 
 
+@dataclass
+class DraftRequest:
+    """What a drafter is told of one round.
+
+    Attributes:
+        context (`torch.Tensor` of shape `(1, C, m, D)`):
+            What was tapped at the positions verified since the last round: those just before the anchor.
+        ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far; the last one is the anchor.
+        noise_ids (`torch.LongTensor` of shape `(1, K)`): the anchor, then mask tokens (see `new_noise_ids`).
+        position (`int`): the anchor's position.
+        num_drafts (`int`): the most drafts that are of use.
+        target (`DeepseekV4ForCausalLM`): its embedding and LM head are the drafter's too.
+        cache (`Cache`): the drafter's own, which starts empty with each call of `generate`.
+        do_sample (`bool`): whether drafts are sampled; otherwise the likeliest tokens are taken.
+    """
+
+    context: torch.Tensor
+    ids: torch.LongTensor
+    noise_ids: torch.LongTensor
+    position: int
+    num_drafts: int
+    target: DeepseekV4ForCausalLM
+    cache: Cache | None
+    do_sample: bool = False
+
+
 class HyperDFlashAssistant:
     """What makes the drafter an assistant: checks before a call, and the decoding loop.
 
@@ -150,7 +173,7 @@ class HyperDFlashAssistant:
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a round, at most."""
+        """The most drafts per round."""
         return self.config.block_size - 1
 
     @property
@@ -158,7 +181,12 @@ class HyperDFlashAssistant:
         """Target layers whose outputs the drafter reads; None for the residual before hc_head."""
         return self.config.tapped_layer_ids
 
-    def validate_call(self, target, generation_mode, generation_config) -> None:
+    def validate_call(
+        self,
+        target: DeepseekV4ForCausalLM,
+        generation_mode: GenerationMode,
+        generation_config: GenerationConfig,
+    ) -> None:
         """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
         check_call(generation_mode, generation_config)
         check_pair(self, target)
@@ -174,68 +202,56 @@ class HyperDFlashAssistant:
                     "for it"
                 )
 
-    def new_noise_ids(self, device) -> torch.LongTensor:
-        """What a round starts from, `(1, K)`: room for the anchor, then mask tokens."""
+    def new_noise_ids(self, device: torch.device) -> torch.LongTensor:
+        """What every round starts from, `(1, K)`: room for the anchor, then mask tokens."""
         return torch.full((1, self.config.block_size), self.config.mask_token_id, device=device)
 
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose) -> None:
-        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until up to `num_drafts` are chosen.
+    def propose(self, request: DraftRequest, choose: Callable[[torch.Tensor], torch.LongTensor]) -> None:
+        """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until at most `num_drafts` are chosen.
 
-        Args:
-            context, noise_ids, position, num_drafts, target, cache: as in `draft`.
-            ids (`torch.LongTensor` of shape `(1, T)`): all tokens so far, the last of them the anchor.
-            do_sample (`bool`): whether drafts are sampled, or the most likely ones.
-            choose: writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs.
-
-        How many are proposed may depend on anything but the drafts themselves, which would change what sampling draws.
+        `choose` writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs. How many are
+        proposed may depend on anything but the drafts themselves: that would change what sampling draws.
         """
         if self.markov_head is None and self.confidence_head is None:
-            choose(self.draft(context, noise_ids, position, num_drafts, target, cache))
+            choose(self.draft(request))
             return
-        hidden, confidence = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
+        # 1. All slots of the block in one pass
+        hidden, confidence = self.draft_hidden(request)  # (n, D), (n, 2) or None
+        # 2. Only as many as are worth verifying, which the slots' states tell before any token is chosen
         if confidence is not None:
-            rates = confidence[:, int(do_sample)].float().sigmoid().tolist()
+            rates = confidence[:, int(request.do_sample)].float().sigmoid().tolist()
             hidden = hidden[: num_worth_verifying(rates, self.config.verify_cost)]
-        logits = head_logits(target, hidden)
+        logits = head_logits(request.target, hidden)  # (n, V)
         if self.markov_head is None:
             choose(logits)
             return
-        previous = noise_ids[0, :1].to(hidden.device)
+        # 3. A sequential head corrects each slot by the token chosen before it
+        previous = request.noise_ids[0, :1].to(hidden.device)
         for slot in range(len(hidden)):
             bias = self.markov_head(previous, hidden[slot : slot + 1])
             previous = choose(logits[slot : slot + 1] + bias.to(logits)).to(hidden.device)
 
-    def draft(self, context, noise_ids, position, num_drafts, target, cache):
-        """Draft logits of one block, without those of a sequential head.
+    def draft(self, request: DraftRequest) -> torch.Tensor:
+        """fp32 logits of one block's slots `(num_drafts, V)`, on the LM head's device, without a sequential head."""
+        return head_logits(request.target, self.draft_hidden(request)[0])
 
-        Returns `(num_drafts, V)` in fp32, on the head's device; arguments as in `draft_hidden`.
-        """
-        return head_logits(target, self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)[0])
-
-    def draft_hidden(self, context, noise_ids, position, num_drafts, target, cache):
+    def draft_hidden(self, request: DraftRequest) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The drafter's output for the slots of one block, before any token is chosen.
 
-        Args:
-            context (`torch.Tensor` of shape `(1, C, m, D)`): residuals of the positions verified since the last call,
-                those just before the anchor.
-            noise_ids (`torch.LongTensor` of shape `(1, K)`): the last accepted token (the anchor), then mask tokens.
-            position (`int`): the anchor's position.
-
-        Returns:
-            The states of the slots `(num_drafts, D)` and the logits of the confidence head `(num_drafts, 2)`, if there
-            is one.
+        Returns the states of the slots `(num_drafts, D)`, and the confidence head's logits `(num_drafts, 2)` or None.
         """
         # Plain attribute access: `model.device` and `get_input_embeddings` walk the module tree at every call
         weight = self.norm.weight
-        noise_embeds = target.model.embed_tokens(noise_ids).to(weight)
-        start, stop = position - context.shape[1], position + noise_ids.shape[1]
+        noise_embeds = request.target.model.embed_tokens(request.noise_ids).to(weight)  # (1, K, D)
+        # Positions of the context, which ends just before the anchor, and of the block, which starts with it
+        start, stop = request.position - request.context.shape[1], request.position + request.noise_ids.shape[1]
         output = self(
             noise_embeds=noise_embeds,
-            context_hidden_states=context.to(weight.device),
+            context_hidden_states=request.context.to(weight.device),
             position_ids=torch.arange(start, stop, device=weight.device)[None],
-            cache=cache,
+            cache=request.cache,
         )
-        slots = slice(1, 1 + num_drafts)
+        slots = slice(1, 1 + request.num_drafts)  # slot 0 is the anchor, which is known
         confidence = output.confidence_logits
         return output.last_hidden_state[0, slots], None if confidence is None else confidence[0, slots]
 
@@ -298,7 +314,16 @@ def warn_of_cap(max_drafts: int, asked: int) -> None:
 class _Loop:
     """State of one assisted call."""
 
-    def __init__(self, drafter, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer):
+    def __init__(
+        self,
+        drafter: HyperDFlashAssistant,
+        target: DeepseekV4ForCausalLM,
+        input_ids: torch.LongTensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer,
+    ):
         self.drafter, self.target, self.config = drafter, target, generation_config
         embedding = target.model.embed_tokens.weight
         self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
@@ -317,6 +342,7 @@ class _Loop:
         self.criteria = StoppingCriteriaList(
             c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         )
+        # Tokens, and behind them the drafts of a round: those that are accepted are in place already.
         self.num_tokens = input_ids.shape[1]
         length = max(self.max_length, self.num_tokens + 1)
         self.buffer = torch.zeros((1, length), dtype=torch.long, device=input_ids.device)
@@ -330,69 +356,84 @@ class _Loop:
 
     @property
     def ids(self) -> torch.LongTensor:
+        """All tokens so far, `(1, T)`."""
         return self.buffer[:, : self.num_tokens]
 
     def run(self, tap: ResidualTap, cache: Cache, model_kwargs: dict):
-        drafter, target = self.drafter, self.target
-        most = min(drafter.max_drafts, self.config.num_assistant_tokens)
-        prompt_positions, prompt_mask = model_kwargs["position_ids"][0], model_kwargs.get("attention_mask")
-
-        outputs = target._prefill(self.ids, self.config, model_kwargs)
+        """Prefill, then rounds of draft, verify, accept and rewind until something stops."""
+        # 1. Prefill: the target reads the prompt and chooses the first token; nothing is drafted yet
+        prompt_mask = model_kwargs.get("attention_mask")
+        position = int(model_kwargs["position_ids"][0, -1])  # of the last token that the target has seen
+        outputs = self.target._prefill(self.ids, self.config, model_kwargs)
         cache.activate_past_recording()
-        context = _prompt_context(tap.take(), prompt_mask, drafter.config)
-        position = int(prompt_positions[-1])  # of the last token that the target has seen
+        context = _prompt_context(tap.take(), prompt_mask, self.drafter.config)  # (1, C, m, D)
         self.position_ids = torch.arange(position + self.max_length + 2, device=self.device)[None]
-        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries.
-        # Where positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
-        if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in target.config.layer_types):
-            most = 0
-            logger.warning_once(
-                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed "
-                "attention then depends on the tokens in a forward, so nothing is drafted. "
-                "Pass the prompt without padding"
-            )
+        most = self.most_drafts(position, cache)
         finished, num_new = self.accept(outputs, None, None, first=True)
-
-        step_inputs = target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
-        draft_cache = DynamicCache(config=drafter.config)
-        with target._optimize_model_for_decode():
+        step_inputs = self.target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
+        draft_cache = DynamicCache(config=self.drafter.config)
+        with self.target._optimize_model_for_decode():
             while not finished:
+                # 2. Draft: the last token is the anchor, at the position behind everything verified. The last token
+                # within the length limit is the target's own, so there is room for one draft less.
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
-                self.num_drafts, self.draft_probs = 0, []
-                if num_drafts > 0:
-                    self.noise_ids[0, 0] = self.last_id
-                    drafter.propose(
-                        context,
-                        self.ids,
-                        self.noise_ids,
-                        position,
-                        num_drafts,
-                        target,
-                        draft_cache,
-                        self.do_sample,
-                        self.choose_drafts,
-                    )
-                num_drafts = self.num_drafts
-                drafts = self.buffer[0].narrow(0, self.num_tokens, num_drafts)
-                draft_probs = torch.cat(self.draft_probs) if self.draft_probs else None
-                verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + num_drafts)
+                drafts, draft_probs = self.propose(context, position, num_drafts, draft_cache)  # (n,), (n, V)
+                # 3. Verify: anchor and drafts in one forward; its rows are what single steps would give
+                verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + len(drafts))  # (1, n + 1)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
                 start = self.num_tokens
-                tap.clear()
+                tap.clear()  # a logits processor may have run the target too
                 try:
-                    outputs = target(**inputs)
-                    context = tap.take()
+                    outputs = self.target(**inputs)
+                    context = tap.take()  # (1, n + 1, m, D)
+                    # 4. Accept: the drafts that the target agrees with, and one token of its own
                     finished, num_new = self.accept(outputs, drafts, draft_probs)
                 except BaseException:  # the cache keeps verified positions only, whichever layers the forward reached
                     for layer in cache.layers:
                         layer.crop(min(self.num_tokens - start - layer.num_recorded, 0))
                     raise
+                # 5. Rewind: the forward wrote n + 1 positions, of which the first `num_new` are verified. The newest
+                # token was not in it: it is the next round's anchor.
                 cache.crop(num_new - verified.shape[1])
                 context = context[:, :num_new]
         if self.streamer is not None:
             self.streamer.end()
         return self.result(cache)
+
+    def most_drafts(self, position: int, cache: Cache) -> int:
+        """The most drafts per round; none, with a warning, for a prompt that blocks would misread."""
+        # A compressed layer shows a block the entries that its position ids allow, but a single step all entries.
+        # Where positions do not count the cache, the two differ, and only single steps give plain decoding's ids.
+        if position + 1 != cache.get_seq_length() and any(t in _COMPRESSED for t in self.target.config.layer_types):
+            logger.warning_once(
+                "the prompt is padded, or its position_ids do not count its tokens: DeepSeek-V4's compressed "
+                "attention then depends on the tokens in a forward, so nothing is drafted. "
+                "Pass the prompt without padding"
+            )
+            return 0
+        return min(self.drafter.max_drafts, self.config.num_assistant_tokens)
+
+    def propose(
+        self, context: torch.Tensor, position: int, num_drafts: int, draft_cache: Cache
+    ) -> tuple[torch.LongTensor, torch.Tensor | None]:
+        """The drafts of a round `(n,)`, a view of the buffer, and when sampling their distributions `(n, V)`."""
+        self.num_drafts, self.draft_probs = 0, []
+        if num_drafts > 0:
+            self.noise_ids[0, 0] = self.last_id
+            request = DraftRequest(
+                context=context,
+                ids=self.ids,
+                noise_ids=self.noise_ids,
+                position=position,
+                num_drafts=num_drafts,
+                target=self.target,
+                cache=draft_cache,
+                do_sample=self.do_sample,
+            )
+            self.drafter.propose(request, self.choose_drafts)
+        drafts = self.buffer[0].narrow(0, self.num_tokens, self.num_drafts)
+        return drafts, torch.cat(self.draft_probs) if self.draft_probs else None
 
     def choose_drafts(self, logits: torch.Tensor) -> torch.LongTensor:
         """The next drafts `(n,)` from their logits `(n, V)`, written behind the tokens and the drafts so far; when
@@ -402,6 +443,7 @@ class _Loop:
         self.num_drafts += logits.shape[0]
         if not self.do_sample:
             return torch.argmax(logits, dim=-1, out=drafts)
+        # Verification needs the distribution that a draft was really drawn from
         probs = self.rowwise(self.ids, logits).softmax(-1)
         self.draft_probs.append(probs)
         return drafts.copy_(torch.multinomial(probs, 1)[:, 0])
@@ -422,40 +464,19 @@ class _Loop:
             )
         return inputs
 
-    def accept(self, outputs, drafts, draft_probs, first: bool = False) -> tuple[bool, int]:
+    def accept(
+        self, outputs, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None, first: bool = False
+    ) -> tuple[bool, int]:
         """Judge the drafts, append what the target keeps, and stop at the first token that stops.
 
         Returns whether generation is over, and the number of tokens appended.
         """
         draft_ids = drafts.tolist() if drafts is not None else []
-        raw = outputs.logits[0, -len(draft_ids) - 1 :].to(self.buffer.device, torch.float32)
+        raw = outputs.logits[0, -len(draft_ids) - 1 :].to(self.buffer.device, torch.float32)  # (n + 1, V)
         start = self.num_tokens
-        if self.sees_prefix:
-            scores = []
-            judged = self.judge_one_by_one(raw, draft_ids, draft_probs, scores)
-        else:
-            scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
-            judged = self.judge(scores, draft_ids, draft_probs)
-        new_ids, finished = [], False
-        for i, token in enumerate(judged):
-            new_ids.append(token)
-            if finished:  # drafts accepted behind the stop count, but are not kept
-                continue
-            if i >= len(draft_ids) or token != draft_ids[i]:  # an accepted draft is there already
-                self.buffer[0, self.num_tokens] = token
-            self.num_tokens += 1
-            self.last_id = token
-            if self.scores is not None:
-                self.scores += (scores[i][None].clone(),)
-            if self.logits is not None:
-                self.logits += (raw[i][None].clone(),)
-            finished = token in self.eos_ids or self.num_tokens >= self.max_length
-            if self.criteria:
-                finished |= bool(self.criteria(self.ids, self.scores).all())
-            if finished and self.sees_prefix:  # a processor must not see what lies behind the stop
-                break
+        judge = self.judge_one_by_one if self.sees_prefix else self.judge_together
+        finished, num_accepted = judge(raw, draft_ids, draft_probs)
         num_new = self.num_tokens - start
-        num_accepted = num_leading([a == b for a, b in zip(new_ids, draft_ids, strict=False)])
         if draft_ids:
             self.stats.num_drafts.append(len(draft_ids))
             self.stats.num_accepted.append(num_accepted)
@@ -463,26 +484,45 @@ class _Loop:
         self.stream(start, draft_ids, num_accepted)
         return finished, num_new
 
-    def judge(self, scores: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None) -> list[int]:
-        """Accepted drafts and the target's own next token, from the processed scores `(n + 1, V)` of all rows."""
+    def judge_together(
+        self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None
+    ) -> tuple[bool, int]:
+        """Judge all rows at once, from logits `(n + 1, V)`, and append what is kept.
+
+        Returns whether generation is over, and the number of accepted drafts, those behind a stop included.
+        """
+        scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
+        num_accepted, own = self.judge(scores, draft_ids, draft_probs)
+        for i in range(num_accepted + 1):
+            token = draft_ids[i] if i < num_accepted else own
+            if self.append(token, i < num_accepted, scores[i], raw[i]):
+                return True, num_accepted
+        return False, num_accepted
+
+    def judge(self, scores: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None) -> tuple[int, int]:
+        """The number of accepted drafts and the target's own next token, from processed scores `(n + 1, V)`."""
+        num_drafts = len(draft_ids)
         if not self.do_sample:
             chosen = scores.argmax(-1).tolist()
-            return chosen[: num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)]) + 1]
+            num_accepted = num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)])
+            return num_accepted, chosen[num_accepted]
+        # Speculative sampling: a draft is kept with probability min(1, p / q); after the first rejection the own token
+        # comes from what q left over of p, so that the two together are distributed as p (arXiv 2211.17192).
         probs = scores.softmax(-1)
-        num_drafts = len(draft_ids)
         num_accepted = 0
         if num_drafts:
             ratio = probs[range(num_drafts), draft_ids] / draft_probs[range(num_drafts), draft_ids]
             num_accepted = num_leading((torch.rand_like(ratio) < ratio).tolist())
         rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
-        return [*draft_ids[:num_accepted], _sample_own(probs[num_accepted], rejected)]
+        return num_accepted, _sample_own(probs[num_accepted], rejected)
 
-    def judge_one_by_one(self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None, rows: list):
-        """As `judge`, for processors that look at the prefix: yields a token, whose scores `(V,)` go to `rows`, and
-        goes on when the caller has appended the token, so that a processor sees true prefixes only, each once."""
+    def judge_one_by_one(
+        self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None
+    ) -> tuple[bool, int]:
+        """As `judge_together`, for processors that look at the prefix: each is called once per token, when all tokens
+        before it are in place, and never on a prefix that a rejection or a stop cuts off."""
         for i, row in enumerate(raw):
-            scores = self.processors(self.ids, row[None].clone())[0]
-            rows.append(scores)
+            scores = self.processors(self.ids, row[None].clone())[0]  # (V,)
             draft = draft_ids[i] if i < len(draft_ids) else None
             if not self.do_sample:
                 token = int(scores.argmax())
@@ -492,9 +532,25 @@ class _Loop:
                     token = draft
                 else:
                     token = _sample_own(probs, draft_probs[i] if draft is not None else None)
-            yield token
-            if token != draft:
-                return
+            finished = self.append(token, token == draft, scores, row)
+            if finished or token != draft:
+                break
+        return finished, i + (token == draft)
+
+    def append(self, token: int, is_draft: bool, scores: torch.Tensor, raw: torch.Tensor) -> bool:
+        """Keep one token, with its scores and logits `(V,)` where they were asked for; returns whether it stops."""
+        if not is_draft:  # an accepted draft is in the buffer already
+            self.buffer[0, self.num_tokens] = token
+        self.num_tokens += 1
+        self.last_id = token
+        if self.scores is not None:
+            self.scores += (scores[None].clone(),)
+        if self.logits is not None:
+            self.logits += (raw[None].clone(),)
+        finished = token in self.eos_ids or self.num_tokens >= self.max_length
+        if self.criteria:
+            finished |= bool(self.criteria(self.ids, self.scores).all())
+        return finished
 
     def keep_states(self, outputs, num_new: int, first: bool) -> None:
         """Hidden states and attentions that the user asked for, one entry a token, as from plain `generate`."""

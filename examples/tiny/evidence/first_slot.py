@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from hyperdflash.common.checkpoint import load_drafter, load_target
 from hyperdflash.common.files import write_atomically
 from hyperdflash.generation.mtp import load_mtp
-from hyperdflash.generation_hyperdflash import head_logits
+from hyperdflash.generation_hyperdflash import DraftRequest, head_logits
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
@@ -48,8 +48,8 @@ def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tens
 
     for anchor in anchors.tolist():
         noise_ids[0, 0] = ids[0, anchor]
-        context = residual[:, :anchor]
-        drafter.propose(context, ids[:, : anchor + 1], noise_ids, anchor, 1, target, None, False, choose)
+        request = DraftRequest(residual[:, :anchor], ids[:, : anchor + 1], noise_ids, anchor, 1, target, cache=None)
+        drafter.propose(request, choose)
     return torch.cat(rows)
 
 
@@ -57,13 +57,12 @@ def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tens
 def measure(target, drafters: dict, prompts: list[list[int]], sampling: dict, desc: str) -> dict:
     """Means over the positions of the target's continuations, by drafter."""
     entropies, rows = [], {name: [] for name in drafters}
-    config = next(drafter.config for _, drafter in drafters.values())  # all read the residual
     for seed, prompt in enumerate(tqdm(prompts, desc=desc)):
         torch.manual_seed(seed)
         ids = torch.tensor([prompt])
         ids = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, **sampling)
         anchors = torch.arange(len(prompt), ids.shape[1] - 1)
-        with ResidualTap(target, config.tapped_layer_ids) as tap:
+        with ResidualTap(target) as tap:
             p = target(ids, use_cache=False).logits[0, anchors].float().softmax(-1)
             residual = tap.take()
         entropies.append(torch.special.entr(p).sum(-1))

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from hyperdflash.common.checkpoint import load_drafter, load_target
 from hyperdflash.common.files import write_atomically
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.generation_hyperdflash import head_logits
+from hyperdflash.generation_hyperdflash import DraftRequest, head_logits
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.trainer import decode_prompts
@@ -54,10 +54,10 @@ def best_path(
 def select_paths(drafter, num_candidates: int) -> None:
     """From now on the drafter drafts best paths. Greedy decoding alone."""
 
-    def propose(self, context, ids, noise_ids, position, num_drafts, target, cache, do_sample, choose) -> None:
-        hidden, _ = self.draft_hidden(context, noise_ids, position, num_drafts, target, cache)
-        logits = head_logits(target, hidden)
-        path = best_path(logits, hidden, noise_ids[0, :1], self.markov_head, num_candidates)
+    def propose(self, request: DraftRequest, choose) -> None:
+        hidden, _ = self.draft_hidden(request)
+        logits = head_logits(request.target, hidden)
+        path = best_path(logits, hidden, request.noise_ids[0, :1], self.markov_head, num_candidates)
         choose(torch.nn.functional.one_hot(torch.tensor(path), logits.shape[-1]).float())
 
     drafter.propose = MethodType(propose, drafter)
