@@ -23,8 +23,8 @@ RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
 seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 short = $(RUNS)/ablation-$(1)/final,$(RUNS)/ablation-$(1)-43/final,$(RUNS)/ablation-$(1)-44/final
-results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* docs/results/$(1) && \
-  rm docs/results/$(1)/records.jsonl docs/results/$(1)/settings.json
+# results.json alone: the command is in it, and `hyperdflash plot` makes table and pictures again
+results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/results.json docs/results/$(1)
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
@@ -116,10 +116,10 @@ tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md 
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
 	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
 	$(call results,headline)
+	cp $(addprefix $(TINY)/build/benchmarks/headline/,acceptance.png speedup.png) docs/results/headline
 	$(call results,ablations)
 	$(call results,seeds)
 	$(call results,texts)
-	rm docs/results/ablations/*.png docs/results/seeds/*.png docs/results/texts/*.png  # not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/paths.py
 	$(BIN)/python $(TINY)/evidence.py
 
@@ -130,7 +130,6 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
-	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/calibration.py $(RUNS)/markov-42/final docs/results/heads
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/first_slot.py $(RUNS) docs/results/heads/first_slot.json
