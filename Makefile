@@ -5,8 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
 TINY := examples/tiny
-CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py \
-  pairing_hyperdflash.py
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 
@@ -21,6 +19,8 @@ SGLANG := serving/build/sglang
 # Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
+# Of a run's folder without its code: the drafters here link the repository's, and a copy would write through the links
+PUBLISHED := config.json model.safetensors README.md command.txt training.png
 seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 short = $(RUNS)/ablation-$(1)/final,$(RUNS)/ablation-$(1)-43/final,$(RUNS)/ablation-$(1)-44/final
 # results.json alone: the command is in it, and `hyperdflash plot` makes table and pictures again
@@ -29,7 +29,7 @@ BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) -
   --dtype float32 --threads 1
 
 .PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
-  bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
+  bench tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -67,11 +67,6 @@ bench: $(STAMP)  ## where the time of a round goes
 	  echo $$drafter && $(BIN)/python -m hyperdflash.generation.speed --drafter $(TINY)/$$drafter || exit; \
 	done
 
-closure:  ## copy the code that the Hub loads into the example drafters
-	for drafter in $(wildcard $(TINY)/drafter*/); do \
-	  mkdir -p $$drafter/custom_generate && cp $(CLOSURE) $$drafter && cp custom_generate/generate.py $$drafter/custom_generate; \
-	done
-
 tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(MAKE) tiny-corpus
 	$(BIN)/python $(TINY)/tokenizer.py
@@ -100,9 +95,8 @@ tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the 
 tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without: about an hour, resumable
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
 	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/baselines.py --only hyperdflash-42 markov-42
-	cp -r $(RUNS)/hyperdflash-42/final/. $(TINY)/drafter-paper/
-	cp -r $(RUNS)/markov-42/final/. $(TINY)/drafter/
-	$(MAKE) closure
+	cp $(addprefix $(RUNS)/hyperdflash-42/final/,$(PUBLISHED)) $(TINY)/drafter-paper
+	cp $(addprefix $(RUNS)/markov-42/final/,$(PUBLISHED)) $(TINY)/drafter
 
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
