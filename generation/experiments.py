@@ -30,7 +30,6 @@ from ..training.rows import progress_is_hidden
 from ..training.target import TargetHead
 from .init import spread_layers
 from .metrics import timed_greedy
-from .promises import Promise
 
 MIN_BLOCKS = 16  # fewer say nothing
 CHUNK = 128  # blocks in one forward
@@ -78,12 +77,6 @@ class Score(NamedTuple):
         """Of each block, `(N,)`: the mean over its slots."""
         return self.ce[:, :num_slots].sum(-1) / self.valid[:, :num_slots].sum(-1).clamp(min=1)
 
-    def acceptance_rates(self) -> list[float]:
-        """Share of the blocks that are right up to slot 1, 2, ..., as training logs it: `training/metrics.py`."""
-        right, reached = self.correct.long().cumprod(-1), self.valid.long()
-        reached[:, 1:] *= right[:, :-1]
-        return (right.sum(0) / reached.sum(0).clamp(min=1)).cumprod(0).tolist()
-
 
 @dataclass
 class Pair:
@@ -95,7 +88,6 @@ class Pair:
             prompts.
         special_ids (`dict[str, int]`): tokens that a text cannot contain, or only as markup.
         mode (`str`): of the chat encoding that the prompts are in.
-        promised (`list[Promise]`): what the drafter's folder reports.
     """
 
     target: nn.Module
@@ -105,7 +97,6 @@ class Pair:
     special_ids: dict[str, int] = field(default_factory=dict)
     mode: str = "non-thinking"
     max_new_tokens: int = 64
-    promised: list[Promise] = field(default_factory=list)
 
     def __post_init__(self):
         self.config = self.drafter.config
