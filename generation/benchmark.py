@@ -9,10 +9,12 @@ decoding (`target-only`) is always measured; later turns follow its answers for 
 other answer is compared with its own.
 
 Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
-line. Out come `results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+line. If code that measures has changed in between, it says so, and so do the results. Out come `results.json`,
+`results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
 """
 
 import argparse
+import ast
 import datetime
 import hashlib
 import json
@@ -45,7 +47,6 @@ from .methods import (
     Arm,
     Method,
     check_methods,
-    content_hash,
     identify,
     load_arms,
     parse_methods,
@@ -63,6 +64,7 @@ WARM_UP_TOKENS = 16
 TRACE_FILE = "trace.html"
 MOST_SHOWN = 20  # differences, in the terminal
 SOURCES = Path(__file__).resolve().parents[1]
+MEASURING = ("methods.py", "mtp.py", "clock.py")  # of this folder: what the arms are, and how they are timed
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -241,6 +243,7 @@ class Benchmark:
             "definitions": definitions(rows),
             "complete": complete,
             "resumed": self.records.num_resumed,
+            "code_changes": self.records.code_changes,
             "lossless": {
                 "num_compared": self.num_compared,
                 "num_ties": num_ties,
@@ -347,6 +350,8 @@ def run(args: argparse.Namespace) -> int:
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
+        if records.code_change:
+            print(f"hyperdflash benchmark: {_mixed(records)}", file=sys.stderr)
         write_atomically(args.output / COMMAND_FILE, (_command(args) + "\n").encode())
         benchmark = Benchmark(target, tokenizer, arms, plan, records)
         facts = {"environment": _environment(args, target, records.settings), "missing_sets": missing}
@@ -392,6 +397,14 @@ def _check(args: argparse.Namespace) -> list[Method]:
     return methods
 
 
+def _mixed(records: Records) -> str:
+    files, calls = ", ".join(records.code_change["files"]), records.code_change["after_calls"]
+    return (
+        f"{files} changed after the {calls} calls in {records.folder} were measured; they are kept, and the results "
+        "say so. For figures of one code, choose another --output"
+    )
+
+
 def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
     """The sets with their prompts chosen, and the names of those that could not be had, which is said."""
     sets, missing = [read_file(path) for path in args.prompts], []
@@ -408,7 +421,6 @@ def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: Ta
     """Everything that a record depends on."""
     tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    sources = [path for folder in (SOURCES, SOURCES / "generation") for path in folder.glob("*.py")]
     names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
     dtype = str(checkpoint.config.dtype).removeprefix("torch.") if args.dtype == "auto" else args.dtype
     digests = dict.fromkeys(dataset.partition("@")[0] for dataset in args.datasets)
@@ -424,8 +436,24 @@ def _settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: Ta
         "threads": torch.get_num_threads(),
         "machine": [_device_name(device) for device in devices],
         "versions": _versions(),
-        "sources": content_hash(sources)[:16],
+        "sources": _measuring_code(),
     }
+
+
+def _measuring_code() -> dict[str, str]:
+    """A digest of each file that figures depend on: loop, model, cache, assistants and clock. Comments and docstrings
+    measure nothing, and neither do commands and reports."""
+    closure = sorted(SOURCES.glob("*_hyperdflash.py"))
+    files = [*closure, SOURCES / "encoding_deepseek_v4.py", *(SOURCES / "generation" / name for name in MEASURING)]
+    digests = {}
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        digests[file.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return digests
 
 
 def _folder_files(checkpoint: TargetCheckpoint) -> list | None:

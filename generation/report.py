@@ -354,6 +354,9 @@ def run_notes(results: dict) -> list[str]:
     notes = [lossless_line(results)]
     if results["resumed"]:
         notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
+    for change in results.get("code_changes", []):
+        calls, files = change["after_calls"], ", ".join(change["files"])
+        notes.append(f"{calls} calls were measured before {files} changed, later ones after: rows may mix both.")
     if results["missing_sets"]:
         names = ", ".join(results["missing_sets"])
         notes.append(f"Sets that could not be had, and so were not gone on with: {names}.")
