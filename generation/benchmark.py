@@ -243,6 +243,7 @@ class Benchmark:
             "definitions": definitions(rows),
             "complete": complete,
             "resumed": self.records.num_resumed,
+            "sources": self.records.settings.get("sources", {}),
             "code_changes": self.records.code_changes,
             "lossless": {
                 "num_compared": self.num_compared,
@@ -350,8 +351,8 @@ def run(args: argparse.Namespace) -> int:
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
-        if records.code_change:
-            print(f"hyperdflash benchmark: {_mixed(records)}", file=sys.stderr)
+        if records.changed_files:
+            _warn_of_code(records)
         write_atomically(args.output / COMMAND_FILE, (_command(args) + "\n").encode())
         benchmark = Benchmark(target, tokenizer, arms, plan, records)
         facts = {"environment": _environment(args, target, records.settings), "missing_sets": missing}
@@ -395,14 +396,6 @@ def _check(args: argparse.Namespace) -> list[Method]:
         raise UsageError("--trace shows the rounds of drafters: add one to --methods")
     check_pictures()
     return methods
-
-
-def _mixed(records: Records) -> str:
-    files, calls = ", ".join(records.code_change["files"]), records.code_change["after_calls"]
-    return (
-        f"{files} changed after the {calls} calls in {records.folder} were measured; they are kept, and the results "
-        "say so. For figures of one code, choose another --output"
-    )
 
 
 def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
@@ -474,6 +467,13 @@ def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
             print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
 
 
+def _warn_of_code(records: Records) -> None:
+    """Say that the calls still to come are measured by other code than those there are."""
+    text = f"{', '.join(records.changed_files)} changed after the {records.num_resumed} calls in {records.folder}"
+    advice = "the results name the change; for figures of one code choose another --output"
+    print(f"hyperdflash benchmark: {text} were measured: {advice}", file=sys.stderr)
+
+
 def _versions() -> dict[str, str]:
     packages = ("hyperdflash", "torch", "transformers")
     return {"python": platform.python_version(), **{name: version(name) for name in packages}}
@@ -491,7 +491,7 @@ def _device_name(device: torch.device) -> str:
 def _environment(args: argparse.Namespace, target, settings: dict) -> dict:
     devices = sorted(accelerators(target) or [target.device], key=str)
     return {
-        **{name: settings[name] for name in ("target", "target_revision", "target_fingerprint", "sources")},
+        **{name: settings[name] for name in ("target", "target_revision", "target_fingerprint")},
         "versions": _versions(),
         "device": ", ".join(f"{device.type} ({_device_name(device)})" for device in devices),
         "dtype": str(target.lm_head.weight.dtype).removeprefix("torch."),

@@ -28,10 +28,9 @@ class Records:
     Attributes:
         done (`dict[tuple, dict]`): by `KEY`, what an earlier run of the same command and this one have written.
         num_resumed (`int`): how many of them are an earlier run's.
-        code_changes (`list[dict]`): `after_calls`, how many had been measured when `files` of the code changed; for
-            all runs, in their order.
-        code_change (`dict`, *optional*): that of this run. Unlike other settings it is no reason to refuse, which
-            would throw away days of measuring.
+        code_changes (`list[dict]`): that `files` of the code that measures changed after so many calls
+            (`after_calls`). Other settings are refused when they change; here that would cost days of measuring.
+        changed_files (`list[str]`): those that changed since the last call; a change counts from the next call on.
     """
 
     def __init__(self, folder: Path, settings: dict):
@@ -39,8 +38,8 @@ class Records:
         self.done: dict[tuple, dict] = {}
         self.num_resumed = 0
         self.code_changes: list[dict] = []
-        self.code_change: dict | None = None
-        self._changed_files: list[str] = []
+        self.changed_files: list[str] = []
+        self._sources = self.settings.get("sources", {})
 
     def check(self) -> None:
         """Raises `OSError` for a folder that is not a benchmark's, `ValueError` that names the settings for another
@@ -65,9 +64,9 @@ class Records:
         for name, digest in sets_before.items():
             self.settings["datasets"][name] = self.settings["datasets"][name] or digest
         self.code_changes = before.get("code_changes", [])
-        old, new = before["benchmark"].get("sources", {}), self.settings.get("sources", {})
-        old = old if isinstance(old, dict) else {}  # one digest of everything: of an earlier version
-        self._changed_files = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+        self.settings["sources"] = before["benchmark"].get("sources", {})
+        old = self.settings["sources"] if isinstance(self.settings["sources"], dict) else {}  # a str in early versions
+        self.changed_files = [name for name in {**old, **self._sources} if old.get(name) != self._sources.get(name)]
 
     def __enter__(self) -> "Records":
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,11 +80,8 @@ class Records:
             raise OSError(f"another run is writing to {self.folder}") from error
         self._read_done()
         self.num_resumed = len(self.done)
-        if not self.done:
-            self.code_changes = []  # no call of another code is left
-        elif self._changed_files:
-            self.code_change = {"after_calls": self.num_resumed, "files": self._changed_files}
-            self.code_changes.append(self.code_change)
+        if not self.done:  # nor a call of other code
+            self.settings["sources"], self.code_changes, self.changed_files = self._sources, [], []
         self._write_settings()  # again, as only the holder of the lock may change them
         return self
 
@@ -113,6 +109,10 @@ class Records:
 
     def append(self, record: dict) -> None:
         """Keep a call that has ended."""
+        if self.changed_files:
+            self.code_changes.append({"after_calls": len(self.done), "files": self.changed_files})
+            self.settings["sources"], self.changed_files = self._sources, []
+            self._write_settings()
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self.done[tuple(record[name] for name in KEY)] = record

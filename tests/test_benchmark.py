@@ -628,24 +628,35 @@ def test_a_run_goes_on_after_an_edit_of_code_that_measures_nothing(command, sour
 )
 def test_calls_of_two_measuring_codes_in_one_table_are_said_to_be(command, sources, tmp_path, capsys, name):
     command()
+    records, file = tmp_path / "out" / "records.jsonl", name.rpartition("/")[2]
+    first, second = records.read_text().splitlines(keepends=True)
+    records.write_text(first)
+    before = json.loads((tmp_path / "out" / "results.json").read_text())["sources"]
     edit(sources / name)
     status, results = command()
-    file = name.rpartition("/")[2]
-    assert (status, results["code_changes"]) == (0, [{"after_calls": 2, "files": [file]}])
-    assert f"{file} changed after the 2 calls in" in capsys.readouterr().err
-    assert f"2 calls were measured before {file} changed" in (tmp_path / "out" / "table.md").read_text()
-    # Which a third run of the same code does not forget, nor say twice
+    assert (status, results["code_changes"]) == (0, [{"after_calls": 1, "files": [file]}])
+    assert {name for name in before if before[name] != results["sources"][name]} == {file}
+    assert f"{file} changed after the 1 calls in" in capsys.readouterr().err
+    assert f"1 calls were measured before {file} changed" in (tmp_path / "out" / "table.md").read_text()
+    # Which a third run, of the same code, does not forget
     _, results = command()
-    assert results["code_changes"] == [{"after_calls": 2, "files": [file]}]
+    assert results["code_changes"] == [{"after_calls": 1, "files": [file]}]
     assert "changed after" not in capsys.readouterr().err
 
 
-def test_code_that_changes_before_the_first_call_mixes_nothing(command, sources, tmp_path, capsys):
+@pytest.mark.parametrize("num_lines", [0, 2], ids=["nothing measured", "nothing left to measure"])
+def test_code_that_changes_before_the_first_call_or_after_the_last_mixes_nothing(
+    command, sources, tmp_path, num_lines
+):
     command()
-    (tmp_path / "out" / "records.jsonl").write_text("")
+    records = tmp_path / "out" / "records.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:num_lines]))
+    before = json.loads((tmp_path / "out" / "results.json").read_text())["sources"]
     edit(sources / "generation_hyperdflash.py")
-    assert command()[1]["code_changes"] == []
-    assert "changed" not in capsys.readouterr().err
+    status, results = command()
+    assert (status, results["code_changes"]) == (0, [])
+    assert (results["sources"] == before) == (num_lines == 2)  # those that measured
+    assert "changed" not in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_checkpoint_trained_on_under_the_same_name_is_another_setting(command, target, tmp_path, capsys):
