@@ -5,8 +5,6 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
 TINY := examples/tiny
-CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py target_hyperdflash.py generation_hyperdflash.py \
-  pairing_hyperdflash.py
 # Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
 TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
 
@@ -21,15 +19,17 @@ SGLANG := serving/build/sglang
 # Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
 RUNS := $(TINY)/build/baselines
 HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
+# Of a run's folder without its code: the drafters here link the repository's, and a copy would write through the links
+PUBLISHED := config.json model.safetensors README.md command.txt training.png
 seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
 short = $(RUNS)/ablation-$(1)/final,$(RUNS)/ablation-$(1)-43/final,$(RUNS)/ablation-$(1)-44/final
-results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* docs/results/$(1) && \
-  rm docs/results/$(1)/records.jsonl docs/results/$(1)/settings.json
+# results.json alone: the command is in it, and `hyperdflash plot` makes table and pictures again
+results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/results.json docs/results/$(1)
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
 .PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
-  bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
+  bench tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
@@ -67,11 +67,6 @@ bench: $(STAMP)  ## where the time of a round goes
 	  echo $$drafter && $(BIN)/python -m hyperdflash.benchmark.profile_rounds --drafter $(TINY)/$$drafter || exit; \
 	done
 
-closure:  ## copy the code that the Hub loads into the example drafters
-	for drafter in $(wildcard $(TINY)/drafter*/); do \
-	  mkdir -p $$drafter/custom_generate && cp $(CLOSURE) $$drafter && cp custom_generate/generate.py $$drafter/custom_generate; \
-	done
-
 tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(MAKE) tiny-corpus
 	$(BIN)/python $(TINY)/make/tokenizer.py
@@ -100,9 +95,8 @@ tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the 
 tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without: about an hour, resumable
 	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
 	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only hyperdflash-42 markov-42
-	cp -r $(RUNS)/hyperdflash-42/final/. $(TINY)/drafter-paper/
-	cp -r $(RUNS)/markov-42/final/. $(TINY)/drafter/
-	$(MAKE) closure
+	cp $(addprefix $(RUNS)/hyperdflash-42/final/,$(PUBLISHED)) $(TINY)/drafter-paper
+	cp $(addprefix $(RUNS)/markov-42/final/,$(PUBLISHED)) $(TINY)/drafter
 
 tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
 	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
@@ -116,10 +110,10 @@ tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md 
 	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
 	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
 	$(call results,headline)
+	cp $(addprefix $(TINY)/build/benchmarks/headline/,acceptance.png speedup.png) docs/results/headline
 	$(call results,ablations)
 	$(call results,seeds)
 	$(call results,texts)
-	rm docs/results/ablations/*.png docs/results/seeds/*.png docs/results/texts/*.png  # not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/residual_paths.py
 	$(BIN)/python $(TINY)/evidence/evidence.py
 
@@ -130,7 +124,6 @@ tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hou
 	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
 	  dspark-like:6=$(call seeds,dspark-like)
 	$(call results,heads)
-	rm docs/results/heads/*.png  # the benchmark's, not shown anywhere
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/calibration.py $(RUNS)/markov-42/final docs/results/heads
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
 	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/first_slot.py $(RUNS) docs/results/heads/first_slot.json

@@ -9,7 +9,8 @@ decoding (`target-only`) is always measured; later turns follow its answers for 
 other answer is compared with its own.
 
 Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
-line. Out come `results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+line. If code that measures has changed in between, it says so, and so do the results. Out come `results.json`,
+`results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
 """
 
 import argparse
@@ -230,6 +231,8 @@ class Benchmark:
             "definitions": definitions(rows),
             "complete": complete,
             "resumed": self.records.num_resumed,
+            "sources": self.records.settings.get("sources", {}),
+            "code_changes": self.records.code_changes,
             "lossless": {
                 "num_compared": self.num_compared,
                 "num_ties": num_ties,
@@ -336,6 +339,8 @@ def run(args: argparse.Namespace) -> int:
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
+        if records.changed_files:
+            _warn_of_code(records)
         write_atomically(args.output / COMMAND_FILE, (command_text(args) + "\n").encode())
         benchmark = Benchmark(target, tokenizer, arms, plan, records)
         facts = {"environment": environment(args, target, records.settings), "missing_sets": missing}
@@ -401,6 +406,13 @@ def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
             name = arm.checkpoint or arm.method
             text = f"{name} was trained on generation {trained} of the chat encoding, and prompts are of {generation}"
             print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
+
+
+def _warn_of_code(records: Records) -> None:
+    """Say that the calls still to come are measured by other code than those there are."""
+    text = f"{', '.join(records.changed_files)} changed after the {records.num_resumed} calls in {records.folder}"
+    advice = "the results name the change; for figures of one code choose another --output"
+    print(f"hyperdflash benchmark: {text} were measured: {advice}", file=sys.stderr)
 
 
 def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:

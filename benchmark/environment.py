@@ -1,6 +1,7 @@
 """What a benchmark ran on and with: the settings that its records depend on, machine, versions, and the command."""
 
 import argparse
+import ast
 import datetime
 import hashlib
 import json
@@ -16,7 +17,6 @@ from ..generation.decoding import accelerators
 from ..pairing_hyperdflash import target_fingerprint
 from .methods import (
     Method,
-    content_hash,
     identify,
 )
 from .prompt_sets import PromptSet
@@ -24,6 +24,8 @@ from .prompt_sets import PromptSet
 SOURCES = Path(__file__).resolve().parents[1]
 
 
+# The assistants and how calls are timed: beside the closure, what figures depend on.
+MEASURING = ("benchmark/methods.py", "benchmark/timing.py", "generation/decoding.py", "generation/mtp.py")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -31,7 +33,6 @@ def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint:
     """Everything that a record depends on."""
     tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
-    sources = [path for folder in (SOURCES, SOURCES / "generation") for path in folder.glob("*.py")]
     names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
     dtype = str(checkpoint.config.dtype).removeprefix("torch.") if args.dtype == "auto" else args.dtype
     digests = dict.fromkeys(dataset.partition("@")[0] for dataset in args.datasets)
@@ -47,8 +48,24 @@ def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint:
         "threads": torch.get_num_threads(),
         "machine": [_device_name(device) for device in devices],
         "versions": _versions(),
-        "sources": content_hash(sources)[:16],
+        "sources": _measuring_code(),
     }
+
+
+def _measuring_code() -> dict[str, str]:
+    """A digest of each file that figures depend on: loop, model, cache, assistants and clock. Comments and docstrings
+    measure nothing, and neither do commands and reports."""
+    closure = sorted(SOURCES.glob("*_hyperdflash.py"))
+    files = [*closure, SOURCES / "encoding_deepseek_v4.py", *(SOURCES / name for name in MEASURING)]
+    digests = {}
+    for file in files:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        digests[file.name] = hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]
+    return digests
 
 
 def _folder_files(checkpoint: TargetCheckpoint) -> list | None:

@@ -23,17 +23,23 @@ class Records:
     Args:
         folder: the benchmark's.
         settings: everything that the records depend on; in `"datasets"`, the digest of each set, None for one that
-            could not be had.
+            could not be had; in `"sources"`, the digest of each file of code that measures.
 
     Attributes:
         done (`dict[tuple, dict]`): by `KEY`, what an earlier run of the same command and this one have written.
         num_resumed (`int`): how many of them are an earlier run's.
+        code_changes (`list[dict]`): that `files` of the code that measures changed after so many calls
+            (`after_calls`). Other settings are refused when they change; here that would cost days of measuring.
+        changed_files (`list[str]`): those that changed since the last call; a change counts from the next call on.
     """
 
     def __init__(self, folder: Path, settings: dict):
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
         self.done: dict[tuple, dict] = {}
         self.num_resumed = 0
+        self.code_changes: list[dict] = []
+        self.changed_files: list[str] = []
+        self._sources = self.settings.get("sources", {})
 
     def check(self) -> None:
         """Raises `OSError` for a folder that is not a benchmark's, `ValueError` that names the settings for another
@@ -57,11 +63,15 @@ class Records:
             )
         for name, digest in sets_before.items():
             self.settings["datasets"][name] = self.settings["datasets"][name] or digest
+        self.code_changes = before.get("code_changes", [])
+        self.settings["sources"] = before["benchmark"].get("sources", {})
+        old = self.settings["sources"] if isinstance(self.settings["sources"], dict) else {}  # a str in early versions
+        self.changed_files = [name for name in {**old, **self._sources} if old.get(name) != self._sources.get(name)]
 
     def __enter__(self) -> "Records":
         self.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"benchmark": self.settings}, indent=2) + "\n"
-        write_atomically(self.folder / SETTINGS_FILE, text.encode())  # first: records alone would be nobody's
+        if not (self.folder / SETTINGS_FILE).exists():
+            self._write_settings()  # first: records alone would be nobody's
         self._file = (self.folder / RECORDS_FILE).open("ab")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
@@ -70,11 +80,18 @@ class Records:
             raise OSError(f"another run is writing to {self.folder}") from error
         self._read_done()
         self.num_resumed = len(self.done)
+        if not self.done:  # nor a call of other code
+            self.settings["sources"], self.code_changes, self.changed_files = self._sources, [], []
+        self._write_settings()  # again, as only the holder of the lock may change them
         return self
 
     def __exit__(self, *exc) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def _write_settings(self) -> None:
+        settings = {"benchmark": self.settings, "code_changes": self.code_changes}
+        write_atomically(self.folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
 
     def _read_done(self) -> None:
         path, end = self.folder / RECORDS_FILE, 0
@@ -92,14 +109,19 @@ class Records:
 
     def append(self, record: dict) -> None:
         """Keep a call that has ended."""
+        if self.changed_files:
+            self.code_changes.append({"after_calls": len(self.done), "files": self.changed_files})
+            self.settings["sources"], self.changed_files = self._sources, []
+            self._write_settings()
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self.done[tuple(record[name] for name in KEY)] = record
 
 
 def _differing(before: dict, now: dict) -> list[str]:
-    """Names of the settings that differ; a set that could not be had at one time does not."""
-    names = [name for name in {**before, **now} if name != "datasets" and before.get(name) != now.get(name)]
+    """Names of the settings that differ and must not; a set that could not be had at one time does not."""
+    apart = ("datasets", "sources")
+    names = [name for name in {**before, **now} if name not in apart and before.get(name) != now.get(name)]
     old, new = before["datasets"], now["datasets"]
     if set(old) != set(new) or any(old[name] and new[name] and old[name] != new[name] for name in new):
         names.append("datasets")

@@ -12,6 +12,7 @@ import io
 import json
 import statistics
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -173,10 +174,22 @@ def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
 
 def write_report(folder: Path, results: dict) -> None:
     """Write `results.json`, `results.csv` and `table.md`, each whole."""
-    text = json.dumps(results, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-    write_atomically(folder / RESULTS_FILE, text.encode())
+    write_atomically(folder / RESULTS_FILE, to_json(results).encode())
     write_atomically(folder / CSV_FILE, to_csv(results["rows"]).encode())
     write_table(folder, results["rows"], run_notes(results))
+
+
+def to_json(results: dict) -> str:
+    """The results with one row per line, which a person can scroll through and `diff` and `grep` can read."""
+    dump = partial(json.dumps, ensure_ascii=False, allow_nan=False)
+    parts = []
+    for name, value in results.items():
+        if isinstance(value, list) and value:
+            text = "[\n  " + ",\n  ".join(map(dump, value)) + "\n ]"
+        else:
+            text = dump(value, indent=1).replace("\n", "\n ")
+        parts.append(f" {dump(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def write_table(folder: Path, rows: list[dict], notes: list[str]) -> None:
@@ -341,6 +354,9 @@ def run_notes(results: dict) -> list[str]:
     notes = [lossless_line(results)]
     if results["resumed"]:
         notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
+    for change in results.get("code_changes", []):
+        calls, files = change["after_calls"], ", ".join(change["files"])
+        notes.append(f"{calls} calls were measured before {files} changed, later ones after: rows may mix both.")
     if results["missing_sets"]:
         names = ", ".join(results["missing_sets"])
         notes.append(f"Sets that could not be had, and so were not gone on with: {names}.")

@@ -32,10 +32,9 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
-from ..generation.promises import read_promises
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
-from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, MIN_Z, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
+from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
 
 BUILT_IN_PROMPTS = (
     *PROMPTS.values(),
@@ -158,8 +157,7 @@ def check_fingerprint(pair: Pair) -> Finding:
     if not (lines := compare_fingerprint(pair.config.target_fingerprint, pair.target)):
         return Finding("fingerprint", OK, f"the target has the weights of {name}")
     text = f"the drafter was made for other weights than this target's ({name}): {'; '.join(lines)}"
-    rounds = predicted_rounds(pair)  # not decoding's, which may have a fault of its own
-    if rounds.accepted_drafts < POOR or any(missed for _, missed in beside_promises(pair, rounds)):
+    if predicted_rounds(pair).accepted_drafts < POOR:  # not decoding's, which may have a fault of its own
         return Finding("fingerprint", FAIL, text, "use that target, or train this drafter on answers of this one")
     return Finding("fingerprint", WARNING, f"{text}; it accepts enough all the same")
 
@@ -216,13 +214,12 @@ def check_lossless(pair: Pair) -> Finding:
 
 
 def check_acceptance(pair: Pair) -> Finding:
-    """Real decoding against training's blocks on the same texts, given answers, and what the drafter's folder says."""
+    """Real decoding against training's blocks on the same texts, and against given answers."""
     decoded, predicted = decoded_rounds(pair), predicted_rounds(pair)
     got, expected = decoded.accepted_drafts, predicted.accepted_drafts
     rates = by_position(decoded.per_position_acceptance_rates)
     text = f"tau {1 + got:.2f} in decoding{rates}, {1 + expected:.2f} by training's blocks"
-    promised = [promise._asdict() for promise in pair.promised]
-    figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict(), "promised": promised}
+    figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict()}
 
     def found(status, *sentence):
         return Finding("acceptance", status, *sentence, figures=figures)
@@ -238,39 +235,7 @@ def check_acceptance(pair: Pair) -> Finding:
         mode = check_encoding(pair)
         fix = mode.fix if mode.status == WARNING else "train longer, on more answers that the target itself wrote"
         return found(FAIL, f"the drafter is poor on the target's own texts: {text}", fix)
-    beside = beside_promises(pair, decoded)
-    if missed := [said for said, is_missed in beside if is_missed]:
-        return found(WARNING, "; ".join([*missed, text]), "use texts of the kind that it was trained on")
-    return found(OK, "; ".join([text, *(said for said, _ in beside)]))
-
-
-def beside_promises(pair: Pair, rounds: SpeculativeStats) -> list[tuple[str, bool]]:
-    """What the drafter's folder says beside what is so, each beside its own kind (decoding's beside `rounds`, that of
-    blocks beside blocks), and whether that is less than half of it, in all or at a position, beyond doubt."""
-    blocks = pair.configured.acceptance_rates()
-    measured = {
-        True: (rounds.accepted_drafts, rounds.per_position_acceptance_rates, len(rounds.num_drafts)),
-        False: (sum(blocks), blocks, len(pair.configured.correct)),
-    }
-    found = []
-    for promise in pair.promised:
-        accepted, rates, number = measured[promise.is_decoded]
-        kind = "" if promise.is_decoded else " at every anchor of an evaluation"
-        said = f"{promise.where} says tau {promise.length:.2f}{kind}{by_position(promise.rates)}"
-        if not promise.is_decoded:
-            said += f", and here it is {1 + accepted:.2f}{by_position(rates)}"
-        if short := first_short_position(rates, promise.rates, number):
-            said += f", of which position {short} is the first to fall far short"
-        found.append((said, short is not None or accepted < (promise.length - 1) / 2))
-    return found
-
-
-def first_short_position(rates: list[float], promised: list[float], number: int) -> int | None:
-    """The first position, from 1, below half the promised acceptance, which so small a `number` does not explain."""
-    for position, (ours, theirs) in enumerate(zip(rates, promised, strict=False), start=1):
-        if ours < theirs / 2 and theirs - ours > MIN_Z * (theirs * (1 - theirs) / number) ** 0.5:
-            return position
-    return None
+    return found(OK, text)
 
 
 def by_position(rates: list[float]) -> str:
@@ -463,7 +428,6 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
             special_ids=tokenizer.get_added_vocab(),
             mode=args.mode,
             max_new_tokens=args.max_new_tokens,
-            promised=read_promises(args.drafter, args.drafter_revision),
         )
     )
 

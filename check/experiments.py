@@ -23,7 +23,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..common.console import progress_is_hidden
 from ..generation.decoding import timed_greedy
-from ..generation.promises import Promise
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..target_hyperdflash import ResidualTap
 from ..training.blocks import attention_masks, make_blocks, previous_ids
@@ -77,12 +76,6 @@ class Score(NamedTuple):
         """Of each block, `(N,)`: the mean over its slots."""
         return self.ce[:, :num_slots].sum(-1) / self.valid[:, :num_slots].sum(-1).clamp(min=1)
 
-    def acceptance_rates(self) -> list[float]:
-        """Share of the blocks that are right up to slot 1, 2, ..., as training logs it: `training/metrics.py`."""
-        right, reached = self.correct.long().cumprod(-1), self.valid.long()
-        reached[:, 1:] *= right[:, :-1]
-        return (right.sum(0) / reached.sum(0).clamp(min=1)).cumprod(0).tolist()
-
 
 @dataclass
 class Pair:
@@ -94,7 +87,6 @@ class Pair:
             prompts.
         special_ids (`dict[str, int]`): tokens that a text cannot contain, or only as markup.
         mode (`str`): of the chat encoding that the prompts are in.
-        promised (`list[Promise]`): what the drafter's folder reports.
     """
 
     target: nn.Module
@@ -104,7 +96,6 @@ class Pair:
     special_ids: dict[str, int] = field(default_factory=dict)
     mode: str = "non-thinking"
     max_new_tokens: int = 64
-    promised: list[Promise] = field(default_factory=list)
 
     def __post_init__(self):
         self.config = self.drafter.config

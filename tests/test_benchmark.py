@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,7 @@ from hyperdflash.common.console import UsageError
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
 
+ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
 PLAIN = Arm("target-only", None, {})
 
@@ -575,11 +577,10 @@ def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_p
     [
         (environment, "_device_name", lambda device: "abacus", '(now ["abacus"])'),
         (torch, "get_num_threads", lambda: 5, "threads 1 (now 5)"),
-        (environment, "SOURCES", TINY, "sources"),
         (environment, "version", lambda package: "0.0", "versions"),
     ],
 )
-def test_records_of_two_machines_or_codes_are_not_mixed(
+def test_records_of_two_machines_or_libraries_are_not_mixed(
     command, tmp_path, monkeypatch, capsys, place, name, value, message
 ):
     command()
@@ -587,6 +588,77 @@ def test_records_of_two_machines_or_codes_are_not_mixed(
     monkeypatch.setattr(place, name, value)
     assert command()[0] == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A copy of this repository's code for the benchmark to look at; an edit of it is seen, but not run."""
+    folder = tmp_path / "sources"
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("generation/*.py"), *ROOT.glob("benchmark/*.py")]:
+        (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, folder / path.relative_to(ROOT))
+    monkeypatch.setattr(environment, "SOURCES", folder)
+    return folder
+
+
+def edit(path):
+    path.write_text(path.read_text() + "\n\nEDITED = True\n")
+
+
+def test_a_run_goes_on_after_an_edit_of_code_that_measures_nothing(command, sources, tmp_path, capsys):
+    command()
+    edit(sources / "generation" / "demo.py")
+    edit(sources / "benchmark" / "report.py")
+    with (sources / "target_hyperdflash.py").open("a") as file:
+        file.write("# only a comment\n")
+    status, results = command()
+    assert (status, results["resumed"], results["code_changes"]) == (0, 2, [])
+    assert "changed" not in capsys.readouterr().err
+    assert "changed" not in (tmp_path / "out" / "table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "generation_hyperdflash.py",
+        "modeling_hyperdflash.py",
+        "target_hyperdflash.py",
+        "benchmark/timing.py",
+        "generation/mtp.py",
+        "benchmark/methods.py",
+    ],
+)
+def test_calls_of_two_measuring_codes_in_one_table_are_said_to_be(command, sources, tmp_path, capsys, name):
+    command()
+    records, file = tmp_path / "out" / "records.jsonl", name.rpartition("/")[2]
+    first, second = records.read_text().splitlines(keepends=True)
+    records.write_text(first)
+    before = json.loads((tmp_path / "out" / "results.json").read_text())["sources"]
+    edit(sources / name)
+    status, results = command()
+    assert (status, results["code_changes"]) == (0, [{"after_calls": 1, "files": [file]}])
+    assert {name for name in before if before[name] != results["sources"][name]} == {file}
+    assert f"{file} changed after the 1 calls in" in capsys.readouterr().err
+    assert f"1 calls were measured before {file} changed" in (tmp_path / "out" / "table.md").read_text()
+    # Which a third run, of the same code, does not forget
+    _, results = command()
+    assert results["code_changes"] == [{"after_calls": 1, "files": [file]}]
+    assert "changed after" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("num_lines", [0, 2], ids=["nothing measured", "nothing left to measure"])
+def test_code_that_changes_before_the_first_call_or_after_the_last_mixes_nothing(
+    command, sources, tmp_path, num_lines
+):
+    command()
+    records = tmp_path / "out" / "records.jsonl"
+    records.write_text("".join(records.read_text().splitlines(keepends=True)[:num_lines]))
+    before = json.loads((tmp_path / "out" / "results.json").read_text())["sources"]
+    edit(sources / "generation_hyperdflash.py")
+    status, results = command()
+    assert (status, results["code_changes"]) == (0, [])
+    assert (results["sources"] == before) == (num_lines == 2)  # those that measured
+    assert "changed" not in (tmp_path / "out" / "table.md").read_text()
 
 
 def test_a_checkpoint_trained_on_under_the_same_name_is_another_setting(command, target, tmp_path, capsys):

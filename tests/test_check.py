@@ -22,12 +22,11 @@ from hyperdflash.__main__ import main
 from hyperdflash.benchmark.prompt_sets import read_file
 from hyperdflash.check import check
 from hyperdflash.check.check import CAUSE_FOUND, FAIL, OK, WARNING, examine
-from hyperdflash.check.experiments import Pair, Score
+from hyperdflash.check.experiments import Pair
 from hyperdflash.common.checkpoint import load_drafter, load_target
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
 from hyperdflash.generation.demo import PROMPTS, TINY
-from hyperdflash.generation.promises import Promise, read_promises
-from hyperdflash.generation_hyperdflash import SpeculativeStats, _Loop
+from hyperdflash.generation_hyperdflash import _Loop
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import attention_masks, make_blocks
@@ -182,8 +181,6 @@ def test_a_target_with_other_weights_that_accepts_enough_is_a_warning(world):
     assert found.status == WARNING
     assert "embed.weight differs" in found.text
     assert check.check_acceptance(pair).figures["decoding"]["acceptance_length"] > 2
-    pair.promised = [Promise("results.json", True, 20.0)]  # far more than it gives
-    assert check.check_fingerprint(pair).status == FAIL
 
 
 def test_a_drafter_that_was_cast_has_rounded_rotary_frequencies(world):
@@ -207,93 +204,6 @@ def test_a_mode_that_was_not_trained_on_is_a_warning(world):
     found = check.check_encoding(world.pair(world.drafter, mode="thinking"))
     assert found.status == WARNING
     assert "trained on non-thinking texts, and these are thinking" in found.text
-
-
-def test_a_folder_that_promises_more_is_a_warning(world):
-    found = check.check_acceptance(world.pair(world.drafter, promised=[Promise("results.json", True, 20.0)]))
-    assert found.status == WARNING
-    assert "results.json says tau 20.00" in found.sentence()
-    assert found.figures["promised"][0]["length"] == 20.0
-
-
-def test_expected_figures_are_held_against_blocks_and_decoded_ones_against_decoding(world, monkeypatch):
-    pair = world.pair(world.drafter)
-    monkeypatch.setattr(check, "decoded_rounds", lambda pair: SpeculativeStats([6] * 40, [2, 3] * 20))
-    length = 6.1  # a little too much for 2.5 accepted drafts a round
-    assert sum(pair.configured.acceptance_rates()) > 2.6
-    found = {}
-    for is_decoded in (True, False):
-        pair.promised = [Promise("README.md", is_decoded, length)]
-        found[is_decoded] = check.check_acceptance(pair)
-    assert found[True].status == WARNING
-    assert found[False].status == OK
-    assert "README.md says tau 6.10 at every anchor of an evaluation, and here it is" in found[False].text
-
-
-def test_the_first_position_far_short_of_what_was_promised_is_named(world, monkeypatch):
-    pair = world.pair(world.drafter)
-    monkeypatch.setattr(check, "decoded_rounds", lambda pair: SpeculativeStats([6] * 40, [3] * 30 + [6] * 10))
-    pair.promised = [Promise("results.json", True, 5.65, [1.0, 1.0, 1.0, 0.75, 0.7, 0.6])]
-    found = check.check_acceptance(pair)
-    assert found.status == WARNING
-    assert "(by position 1.00 1.00 1.00 0.75 0.70 0.60), of which position 4 is the first to fall far" in found.text
-    pair.promised = [Promise("results.json", True, 5.65, [1.0, 1.0, 1.0, 0.45, 0.4, 0.4])]
-    assert check.check_acceptance(pair).status == OK
-
-
-def test_a_shortfall_that_few_rounds_explain_is_none():
-    assert check.first_short_position([0.8, 0.1], [0.8, 0.4], number=200) == 2
-    assert check.first_short_position([0.8, 0.1], [0.8, 0.4], number=10) is None
-
-
-def test_rates_of_blocks_leave_out_slots_without_a_label():
-    """Two of three blocks are right at slot 1; of these, one has no slot 2."""
-    correct, valid = torch.tensor([[1, 1], [1, 0], [0, 1]]).bool(), torch.tensor([[1, 1], [1, 0], [1, 1]]).bool()
-    rates = Score(correct, valid, torch.zeros(3, 2)).acceptance_rates()
-    assert rates == pytest.approx([2 / 3, 2 / 3])
-
-
-CARD = """| `eval_expected_acceptance_length` | 4.9 | meaning |
-| `eval_acceptance_length` | 3.8 | meaning |
-
-| right | 0.9 | 0.8 |
-| right, and all before it | 0.875 | 0.5 |
-"""
-LOG = [
-    {"eval_acceptance_length": 2.0, "eval_expected_acceptance_length": 9.0},
-    {
-        "eval_acceptance_length": 2.5,
-        "eval_expected_acceptance_length": 3.5,
-        "eval_acceptance_rate_1": 0.75,
-        "eval_acceptance_rate_2": 0.5,
-    },
-    {"loss": 1.0},
-]
-ROW = {"temperature": 0, "num_rounds": 9, "acceptance_length": 3.0, "per_position_acceptance_rates": [0.5, 0.25]}
-ROWS = [
-    {**ROW, "method": "hyperdflash:6", "acceptance_length": 5.0},
-    {**ROW, "method": "hyperdflash:6", "acceptance_length": 4.0},
-    {**ROW, "method": "hyperdflash:6", "temperature": 1.0},
-    {**ROW, "method": "mtp:3"},
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "promises"),
-    [
-        ("trainer_state.json", {"log_history": LOG}, [(True, 2.5, []), (False, 3.5, [0.75, 0.5])]),
-        ("README.md", CARD, [(True, 3.8, []), (False, 4.9, [0.875, 0.5])]),
-        ("results.json", {"rows": ROWS}, [(True, 4.5, [0.5, 0.25])]),
-        ("results.json", {"accuracy": 0.5}, []),
-        ("results.json", "[1, 2", []),
-    ],
-    ids=str,
-)
-def test_what_a_folder_promises_is_read(tmp_path, name, content, promises):
-    (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
-    found = read_promises(str(tmp_path))
-    assert [tuple(promise[1:]) for promise in found] == promises
-    assert all(promise.where.startswith(name) for promise in found)
 
 
 class Elsewhere(torch.Tensor):

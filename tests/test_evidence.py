@@ -47,7 +47,7 @@ def test_the_documents_say_what_the_results_say():
 
 def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     runs = baselines.runs()
-    assert len({run.output for run in runs}) == len({run.summary for run in runs}) == len(runs)
+    assert len({run.output for run in runs}) == len({run.name for run in runs}) == len(runs)
     seeds = {}
     for run in runs:
         if run.group in ("headline", "heads"):
@@ -61,6 +61,16 @@ def test_no_two_runs_write_to_one_place_and_all_are_methods_of_a_benchmark():
     assert {method.num_drafts for method in methods} == {3, 6, 9}
     methods = parse_methods([run.method for run in runs if run.group == "heads"])[1:]
     assert {"hyperdflash+markov", "mean+markov", "dspark-like"} == {method.name for method in methods}
+
+
+def test_a_run_that_ends_adds_its_line_or_replaces_its_own(tmp_path, monkeypatch):
+    for module in (baselines, evidence):
+        monkeypatch.setattr(module, "TRAINING_FILE", tmp_path / "training.jsonl")
+    assert evidence.read_training() == {}
+    for name, steps in (("b", 1), ("a", 2), ("b", 3)):
+        baselines.write_summary({"name": name, "steps": steps})
+    assert (tmp_path / "training.jsonl").read_text() == ('{"name": "a", "steps": 2}\n{"name": "b", "steps": 3}\n')
+    assert evidence.read_training() == {"a": {"name": "a", "steps": 2}, "b": {"name": "b", "steps": 3}}
 
 
 @pytest.mark.parametrize(("mask", "loss"), [([0, 1, 1, 0, 0], 0.0), ([0, 0, 1, 1, 0], 10.0), ([0, 1, 1, 1, 0], 5.0)])

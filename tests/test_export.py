@@ -3,6 +3,7 @@
 Runs are made by hand as transformers' Trainer writes them; the trainer itself is not needed here.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 from transformers.utils import hub
 
 from hyperdflash import __main__ as cli
+from hyperdflash.generation.demo import TINY
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training import export
 from hyperdflash.training import model_card as card
@@ -380,6 +382,21 @@ def test_an_upload_of_the_folder_has_weights_code_card_picture_and_command(expor
     pushed = {name: digest for name, digest in api.uploaded.items() if name != "README.md"}
     assert pushed.items() <= whole.items()
     assert "model.safetensors" in pushed
+
+
+def test_code_that_a_drafters_folder_links_is_written_and_uploaded_as_files(tmp_path, monkeypatch):
+    """The drafters of examples/tiny do."""
+    assert (TINY / "drafter" / "modeling_hyperdflash.py").is_symlink()
+    out = export_drafter(TINY / "drafter", tmp_path / "out")
+    assert files_of(out).keys() >= DRAFTER
+    assert not any(path.is_symlink() for path in out.rglob("*"))
+    api = RecordingApi()
+    monkeypatch.setattr(hf_api, "is_xet_available", lambda: False)
+    api.upload_folder(repo_id="someone/drafter", folder_path=TINY / "drafter")
+    for name in CODE:
+        code = (out / name).read_bytes()
+        assert code == (TINY.parents[1] / name).read_bytes()
+        assert api.uploaded[name] == hashlib.sha256(code).digest()
 
 
 # ------------------------------------------------------------------------------------------------ whole or not at all

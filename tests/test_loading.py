@@ -25,6 +25,7 @@ from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.init import init_drafter
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY = ROOT / "examples" / "tiny"
 CLOSURE = (
     "configuration_hyperdflash.py",
     "modeling_hyperdflash.py",
@@ -201,6 +202,33 @@ def test_custom_generate_and_two_versions_of_the_code_in_one_process(made, saved
             raise AssertionError("custom_generate ran without a drafter")
     """
     run_fresh(script, tmp_path / "home", saved_target, cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["drafter", "drafter-paper"])
+def test_a_folder_that_links_its_code_loads_drafts_and_is_saved_as_plain_files(name, tmp_path):
+    """Those of examples/tiny do; symbolic links must not be needed by whoever copies what was saved."""
+    script = """
+    target, folder = AutoModelForCausalLM.from_pretrained(sys.argv[1]), sys.argv[2]
+    plain = greedy(target)
+
+    def rounds(drafter, **kwargs):
+        out = greedy(target, assistant_model=drafter, return_dict_in_generate=True, **kwargs)
+        assert torch.equal(out.sequences, plain)
+        return out.speculation.num_drafts
+
+    drafter = load(folder)
+    assert type(drafter).__module__.startswith("transformers_modules.")
+    expected = rounds(drafter)
+    assert expected
+    assert rounds(drafter, custom_generate=folder, trust_remote_code=True) == expected
+    drafter.save_pretrained("saved")
+    assert len(list(pathlib.Path("saved").glob("*.py"))) == 5
+    assert rounds(load("saved")) == expected
+    assert not any(path.is_symlink() for path in pathlib.Path.cwd().rglob("*.py"))
+    """
+    assert (TINY / name / "modeling_hyperdflash.py").is_symlink()
+    run_fresh(script, tmp_path / "home", TINY / "target", TINY / name, cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The mask preview: what a person sees of a data file, in a terminal, in a pipe and on a page.
+"""The mask preview: what a person sees of a data file, in a terminal and in a pipe.
 
 .venv/bin/python -m pytest tests/test_preview.py
 """
@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,8 @@ from test_encoding import ASSISTANT, BOS, CLOSE, EOS, USER, make_tokenizer, say
 
 from hyperdflash.common.console import visible
 from hyperdflash.training import preview
-from hyperdflash.training.data import DataReport, Sample
-from hyperdflash.training.preview import Piece, as_page, as_text, make_pieces
+from hyperdflash.training.data import Sample
+from hyperdflash.training.preview import Piece, as_text, make_pieces
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny" / "target"
@@ -195,79 +194,10 @@ def test_a_terminal_without_unicode_shows_everything_all_the_same(chats):
         "args = parser.parse_args(sys.argv[1:]); sys.exit(args.run(args))"
     )
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
-    page = chats.with_name("page.html")
-    for options in ([], ["--html", page]):
-        command = [sys.executable, "-c", script, "preview", chats, "--tokenizer", TINY, *options]
-        run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
-        assert b"2 left out" in run.stdout
-        assert run.stdout.isascii()
-    assert "｜User｜" in page.read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------------------------------------------------------- page
-
-
-class Spans(HTMLParser):
-    """(text, class, title) of every span inside `<pre>`; fails on a tag that a text smuggled in."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.spans, self.tags, self.open = [], set(), None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.add(tag)
-        self.open = dict(attrs) if tag == "span" and "title" in dict(attrs) else None
-
-    def handle_data(self, text):
-        if self.open is not None:
-            self.spans.append((text, self.open["class"], self.open["title"]))
-            self.open = None
-
-
-def test_the_page_shows_every_token_escaped_with_its_mask_and_id(tokenizer):
-    parts = ((BOS,), 0), ('<b>&amp;"', 0), (("</think>",), 1), ("好\n", 1)
-    sample = sample_of(tokenizer, *parts)
-    page = as_page([("a<i>.jsonl:1", sample)], tokenizer, DataReport(2, 1, {"bad row": 1}, {"bad row": ["x: <u>"]}))
-    found = Spans(page)
-    assert [text for text, _, _ in found.spans] == [BOS, *'<b>&amp;"', CLOSE, "好", "⏎\n"]
-    assert [kind for _, kind, _ in found.spans] == ["c", *[""] * 9, "l c", "l", "l"]
-    ids = [i for _, _, title in found.spans for i in map(int, title.split())]
-    assert ids == sample.input_ids.tolist()
-    assert not found.tags & {"b", "i", "u", "script", "link", "img"}
-    assert "1 left out: bad row (x: &lt;u&gt;)" in page
-
-
-def test_the_page_needs_no_other_file_and_has_a_dark_side(tokenizer):
-    page = as_page([("a:1", sample_of(tokenizer, ("a", 1)))], tokenizer, DataReport())
-    assert "http" not in page
-    assert "src=" not in page
-    assert "prefers-color-scheme: dark" in page
-    assert '<meta charset="utf-8">' in page
-
-
-def test_html_writes_the_page_whole_and_prints_the_counts(chats, tmp_path, capsys):
-    out = tmp_path / "page.html"
-    assert run_preview(chats, "--tokenizer", TINY, "--html", out) == 0
-    text = "".join(text for text, kind, _ in Spans(out.read_text(encoding="utf-8")).spans if "l" in kind.split())
-    assert text == f"I am⏎\nhere{EOS}{CLOSE}<script>x</script>{EOS}one{EOS}"
-    assert f"{out}: 3 samples" in (printed := capsys.readouterr().out)
-    assert "3 of 5 rows kept, 2 left out" in printed
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "page.html"]
-
-
-def test_a_page_that_cannot_be_written_leaves_the_old_one(chats, tmp_path, monkeypatch):
-    out = tmp_path / "page.html"
-    out.write_text("old")
-
-    def full(file):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        run_preview(chats, "--tokenizer", TINY, "--html", out)
-    assert out.read_text() == "old"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "page.html"]
+    command = [sys.executable, "-c", script, "preview", chats, "--tokenizer", TINY]
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True)
+    assert b"2 left out" in run.stdout
+    assert run.stdout.isascii()
 
 
 # -------------------------------------------------------------------------------------------------------------- errors
@@ -277,8 +207,6 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(chats, tmp_path, monke
     ("options", "error", "message"),
     [
         (["--num-samples", 0], ValueError, "--num-samples must be at least 1, got 0"),
-        (["--html", "absent/page.html"], FileNotFoundError, "--html: no folder absent"),
-        (["--html", "chats.jsonl"], ValueError, "must end in .html, not chats.jsonl"),
         (["--effort", "low"], ValueError, "unknown effort 'low'"),
         (["--max-length", 1], ValueError, "max_length must be at least 3"),
         (["--tokenizer", "./absent"], FileNotFoundError, "no folder ./absent"),

@@ -17,6 +17,7 @@ from hyperdflash.benchmark.report import (
     make_tables,
     run_notes,
     to_csv,
+    to_json,
     to_markdown,
     token_notes,
 )
@@ -253,6 +254,22 @@ def test_the_csv_is_flat():
     assert (drafted["per_position_acceptance_rates_1"], drafted["per_position_acceptance_rates_2"]) == ("0.5", "0.25")
     assert (drafted["num_differences"], drafted["num_unexplained_differences"]) == ("1", "1")
     assert plain["acceptance_length"] == plain["per_position_acceptance_rates_1"] == plain["speedup_low"] == ""
+
+
+def test_the_json_has_every_row_on_a_line_of_its_own_and_loses_nothing():
+    rows = [{"method": "m:3", "rates": [0.1, 1 / 3], "text": "é\n"}, {"method": "o:6", "differences": [{"gap": None}]}]
+    results = {
+        "environment": {"versions": {"python": "3"}, "threads": 1},
+        "complete": True,
+        "left_out": [],
+        "rows": rows,
+    }
+    text = to_json(results)
+    assert json.loads(text) == results
+    lines = [line.strip().rstrip(",") for line in text.splitlines()]
+    assert [json.loads(line) for line in lines if line.startswith('{"method"')] == rows
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        to_json({"rows": [{"tau": float("nan")}]})
 
 
 def test_the_lossless_line_says_what_was_found():

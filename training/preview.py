@@ -1,13 +1,12 @@
 """`hyperdflash data preview FILE...`: what training will see of the first rows, token by token.
 
     hyperdflash data preview data.jsonl --tokenizer examples/tiny/target
-    hyperdflash data preview data.jsonl --tokenizer deepseek-ai/DeepSeek-V4-Flash --mode thinking --html preview.html
+    hyperdflash data preview data.jsonl --tokenizer deepseek-ai/DeepSeek-V4-Flash --mode thinking
 
-Learned tokens (loss mask 1) are green in a terminal and on the page, and in ⟦brackets⟧ where there is no colour.
+Learned tokens (loss mask 1) are green in a terminal, and in ⟦brackets⟧ where there is no colour.
 """
 
 import argparse
-import html
 import io
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from ..common.console import visible
-from ..common.files import write_atomically
 from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
 
@@ -111,56 +109,6 @@ def print_samples(samples: list[tuple[str, Sample]], tokenizer) -> None:
         console.print(as_text(make_pieces(sample, tokenizer), colour), end="\n\n")
 
 
-# ------------------------------------------------------------------------------------------------------------ the page
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --back: #fff; --text: #1f2328; --quiet: #59636e; --line: #d1d9e0;
-  --odd: #f3f4f6; --learned: #aceebb; --learned-odd: #d2f8da; --control: #8250df; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --back: #0d1117; --text: #e6edf3; --quiet: #9198a1; --line: #3d444d;
-  --odd: #1c222b; --learned: #1a4d2b; --learned-odd: #23693a; --control: #d2a8ff; }} }}
-body {{ background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; max-width: 60rem;
-  margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.4rem; }} h2 {{ font-size: 1rem; margin: 2rem 0 .5rem; overflow-wrap: anywhere; }}
-h2 small, footer {{ color: var(--quiet); font-weight: normal; }}
-pre {{ border: 1px solid var(--line); border-radius: 6px; padding: 1rem; margin: 0; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 14px/1.7 ui-monospace, monospace; }}
-pre span {{ padding: .15em 0; }} pre span:nth-child(odd) {{ background: var(--odd); }}
-span.l {{ background: var(--learned) !important; border-bottom: 2px solid #2da44e; }}
-span.l:nth-child(odd) {{ background: var(--learned-odd) !important; }}
-span.c {{ color: var(--control); font-weight: 600; }}
-footer {{ white-space: pre-line; margin: 2rem 0; border-top: 1px solid var(--line); padding-top: 1rem; }}
-</style>
-<h1>{title}</h1>
-<p><span class="l">Learned tokens</span> are what the drafter learns; the rest is context.
-<span class="c">Control tokens</span> are bold. Point at a token for its id.</p>
-{samples}
-<footer>{report}</footer>
-</html>
-"""
-
-
-def as_page(samples: list[tuple[str, Sample]], tokenizer, report: DataReport) -> str:
-    """The samples as one HTML page that needs no other file."""
-    parts = []
-    for source, sample in samples:
-        name, _, figures = describe(source, sample).partition("  ")
-        spans = "".join(map(_span, make_pieces(sample, tokenizer)))
-        parts.append(f"<h2>{html.escape(name)} <small>{html.escape(figures)}</small></h2>\n<pre>{spans}</pre>")
-    footer = html.escape("\n".join(report.lines()))
-    return _PAGE.format(title="What training will see", samples="\n".join(parts), report=footer)
-
-
-def _span(piece: Piece) -> str:
-    classes = " ".join(["l"] * piece.is_learned + ["c"] * piece.is_control)
-    ids = " ".join(map(str, piece.token_ids))
-    return f'<span class="{classes}" title="{ids}">{html.escape(visible(piece.text))}</span>'
-
-
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
@@ -179,7 +127,6 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
     parser.add_argument("--max-length", type=int, default=EncodingSettings.max_length, help="in tokens (default 3072)")
     parser.add_argument("--num-samples", type=int, default=3, help="how many rows to show (default 3)")
-    parser.add_argument("--html", type=Path, metavar="OUT.html", help="write a page instead of printing")
     parser.set_defaults(run=run)
     return parser
 
@@ -188,8 +135,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises `ValueError` or `OSError` when there is nothing to show."""
     if args.num_samples < 1:
         raise ValueError(f"--num-samples must be at least 1, got {args.num_samples}")
-    if args.html is not None:
-        _check_output(args.html)
     settings = EncodingSettings(args.mode, args.effort, args.generation, args.max_length)
     rows = read_rows(args.files)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -198,11 +143,7 @@ def run(args: argparse.Namespace) -> int:
     samples = collect_samples(rows, tokenizer, settings, args.num_samples, report)
     if not samples:
         raise ValueError("no row can be trained on: " + "; ".join(line.strip() for line in report.lines()))
-    if args.html is None:
-        print_samples(samples, tokenizer)
-    else:
-        write_atomically(args.html, as_page(samples, tokenizer, report).encode())
-        print(f"{args.html}: {len(samples)} samples")
+    print_samples(samples, tokenizer)
     print("of the rows read: " + "\n".join(report.lines()))
     return 0
 
@@ -230,10 +171,3 @@ def load_tokenizer(name: str):
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise OSError(f"no tokenizer can be loaded from {name}: {' '.join(str(error).split())}") from error
-
-
-def _check_output(path: Path) -> None:
-    if path.suffix not in (".html", ".htm"):
-        raise ValueError(f"--html writes a page, whose name must end in .html, not {path}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"--html: no folder {path.parent}")

@@ -5,8 +5,8 @@
 
 Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
 methods and the heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
-of it. Weights go to
-`build/baselines/NAME/final`; what a run was and how it went to `docs/results/training/NAME.json`, as it ends.
+of it. Weights go to `build/baselines/NAME/final`; what a run was and how it went becomes a line of
+`docs/results/training.jsonl` as it ends.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from evidence import TRAINING_FILE, read_training  # beside this file
 from torch.utils.flop_counter import FlopCounterMode
 
 from hyperdflash.common.files import write_atomically, written_whole
@@ -59,10 +60,6 @@ class Run:
     @property
     def output(self) -> Path:
         return BUILD / "baselines" / self.name
-
-    @property
-    def summary(self) -> Path:
-        return ROOT / "docs" / "results" / "training" / f"{self.name}.json"
 
     @property
     def is_mtp(self) -> bool:
@@ -242,9 +239,15 @@ def summarize(run: Run) -> None:
         "flops_per_token": round(flops),
         "curve": curve,
     }
-    run.summary.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(run.summary, (json.dumps(summary, indent=1) + "\n").encode())
-    print(f"{run.summary.relative_to(ROOT)}: {tokens:,} tokens, {flops / 1e6:.1f} MFLOP a token", flush=True)
+    write_summary(summary)
+    print(f"{run.name}: {tokens:,} tokens, {flops / 1e6:.1f} MFLOP per token", flush=True)
+
+
+def write_summary(summary: dict) -> None:
+    """Add a run to the file, or replace what an earlier run of that name left; one run per line, by name."""
+    summaries = {**read_training(), summary["name"]: summary}
+    text = "".join(json.dumps(summaries[name]) + "\n" for name in sorted(summaries))
+    write_atomically(TRAINING_FILE, text.encode())
 
 
 def costs(run: Run, args) -> tuple[int, float, int]:
@@ -277,9 +280,9 @@ def main() -> None:
     if unknown := set(args.only or ()) - names:
         parser.error(f"no run named {', '.join(sorted(unknown))}")
     torch.set_num_threads(1)
-    failed = []
+    failed, summaries = [], read_training()
     for run in chosen:
-        if run.summary.exists() and (ROOT / run.output / "final").exists():
+        if run.name in summaries and (ROOT / run.output / "final").exists():
             print(f"{run.name}: done", flush=True)
             continue
         print(f"{run.name}: {run.what}", flush=True)

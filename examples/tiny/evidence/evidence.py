@@ -21,6 +21,7 @@ from hyperdflash.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "docs" / "results"
+TRAINING_FILE = RESULTS / "training.jsonl"
 # Beginning of a line in the results -> what the tables call it
 METHODS = {
     "prompt-lookup:6": "prompt lookup (6)",
@@ -73,9 +74,11 @@ def read_rows(group: str) -> list[dict]:
 
 
 def read_training() -> dict[str, dict]:
-    """Summaries of training runs by name."""
-    files = sorted((RESULTS / "training").glob("*.json"))
-    return {file.stem: json.loads(file.read_text()) for file in files}
+    """Summaries of training runs by name, as `baselines.py` writes them; none before the first run has ended."""
+    if not TRAINING_FILE.exists():
+        return {}
+    summaries = map(json.loads, TRAINING_FILE.read_text(encoding="utf-8").splitlines())
+    return {summary["name"]: summary for summary in summaries}
 
 
 def rows_of(rows: list[dict], method: str, temperature: float = 0) -> list[dict]:
