@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
+# A file's tests share fixtures, so a file stays with one of the two processes
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 TINY := examples/tiny
 CLOSURE := configuration_hyperdflash.py modeling_hyperdflash.py cache_hyperdflash.py generation_hyperdflash.py \
   pairing_hyperdflash.py
@@ -28,17 +30,20 @@ results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/*.* doc
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
+.PHONY: demo test test-fast nightly test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
   bench closure tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## every behaviour, on two cores
+	$(PYTEST) -m "not nightly"
 
 test-fast: $(STAMP)  ## without the tests marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not nightly and not slow"
+
+nightly: $(STAMP)  ## what `make test` leaves out: more cases of the same behaviours
+	$(PYTEST) -m nightly
 
 test-vllm:  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
 	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
