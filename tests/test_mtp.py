@@ -33,9 +33,9 @@ def tiny_mtp(target, max_drafts=3, seed=2) -> DeepseekV4MTP:
     [
         ((SLIDING,), 3),
         ((CSA, SLIDING), 3),
-        (MIXED, 1),
+        pytest.param(MIXED, 1, marks=pytest.mark.slow),
         (MIXED, 3),
-        (MIXED, 6),
+        pytest.param(MIXED, 6, marks=pytest.mark.slow),
         nightly((SLIDING,), 1),
         nightly((SLIDING,), 6),
         nightly((CSA, SLIDING), 1),

@@ -23,7 +23,7 @@ import yaml
 from child import fork
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
-from tiny_v4 import tiny_target
+from tiny_v4 import nightly, tiny_target
 from transformers import AutoModel, DeepseekV4ForCausalLM
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
@@ -718,8 +718,8 @@ raise SystemExit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "stops"), [("ddp", False), ("fsdp", True), nightly("ddp", True)])
+def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind, stops):
     """What is printed is printed once, and a stopped run goes on to the very same weights."""
     (tmp_path / "sharded.py").write_text(SHARDED_ON_CPUS)
     program = ["-m", "hyperdflash"] if kind == "ddp" else [str(tmp_path / "sharded.py")]
@@ -734,11 +734,12 @@ def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind
     for name, tensor in last.items():
         torch.testing.assert_close(tensor, of_one[name], atol=1e-6, rtol=1e-4, msg=name)
     assert (tmp_path / "run" / "checkpoint-8" / "pytorch_model_fsdp.bin").exists() is (kind == "fsdp")
-    for folder in ("checkpoint-6", "checkpoint-8", "final"):
-        shutil.rmtree(tmp_path / "run" / folder)
-    again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
-    assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
-    assert_equal_weights(last_weights(tmp_path / "run"), last)
+    if stops:
+        for folder in ("checkpoint-6", "checkpoint-8", "final"):
+            shutil.rmtree(tmp_path / "run" / folder)
+        again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
+        assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
+        assert_equal_weights(last_weights(tmp_path / "run"), last)
     drafter = AutoModel.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)
     assert drafter.config.block_size == 4
 
