@@ -4,22 +4,27 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
+# A file's tests share fixtures, so a file stays with one of the two processes
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 TINY := examples/tiny
 OF_TINY := tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads
 OF_SERVING := test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang
 
-.PHONY: demo test test-fast lint bench clean $(OF_TINY) $(OF_SERVING)
+.PHONY: demo test test-fast nightly lint bench clean $(OF_TINY) $(OF_SERVING)
 # Two targets of one of the other Makefiles would build what both need at the same time
 .NOTPARALLEL:
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## every behaviour, on two cores
+	$(PYTEST) -m "not nightly"
 
 test-fast: $(STAMP)  ## without the tests marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not nightly and not slow"
+
+nightly: $(STAMP)  ## what `make test` leaves out: more cases of the same behaviours
+	$(PYTEST) -m nightly
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
