@@ -27,7 +27,15 @@ from .console import progress_is_hidden
 _BOM = b"\xef\xbb\xbf"
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?(@[\w./-]+)?")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
-_FORMATS = "input_ids + loss_mask, messages, conversations, or instruction + output"
+_FORMATS = "input_ids + loss_mask, messages, conversations, instruction + output, or prompt"
+_SYSTEM = ("system", "system_prompt", "system_message")
+_REASONING = ("reasoning", "reasoning_content", "thinking")
+_WEIGHTS = ("weight", "train", "training", "loss")  # of OpenAI, of axolotl, of ms-swift
+_TOOL_KEYS = {"tools", "tool_calls", "tool_call_id", "function_call"}
+_NOT_ENCODED = {*_TOOL_KEYS, "functions", "documents", "response_format"}
+_NOT_ENCODED |= {"image", "images", "video", "videos", "audio", "audios"}
+_THINKING_OPTIONS = {"enable_thinking", "thinking"}
+_THINK_TAGS = re.compile(r"^\s*<think>\n*|\n*</think>\s*$")
 
 
 class _JsonLines:
@@ -204,34 +212,122 @@ def _kind(value) -> str:
 
 
 def to_messages(row: dict) -> list[dict]:
-    """The conversation of a row as `{"role", "content"}` messages, from any of the three text formats.
+    """The conversation of a row as `{"role", "content", "reasoning"?, "weight"?}` messages, from any text format.
 
-    Lists of text parts are joined, `reasoning_content` becomes `reasoning`, other keys stay as they are; roles and
-    types are left for the encoding to check. Raises `ValueError` for a row that holds no conversation.
+    Everything in the row that changes what a model sees or learns is read or refused by its name: a system column is
+    the first message, Alpaca's `history` stands before the question. Reasoning is taken from `reasoning`,
+    `reasoning_content`, `thinking` or `<think>...</think>` in front of the answer, without the tags, which are the
+    encoding's. Null, empty text and `"[]"` are the same as absent. Roles are left for the encoding to check.
+
+    Raises `ValueError` for a row that holds no conversation, or something in it that cannot be encoded.
     """
-    if row.get("tools"):
-        raise ValueError("the row defines 'tools': tool calls are outside this DeepSeek-V4 encoding")
     turns = row.get("messages") if row.get("messages") is not None else row.get("conversations")
     if turns is None:
-        return _alpaca_messages(row)
+        return [*before_question(row), *_question_and_answer(row)]
     if not isinstance(turns, list):
         raise ValueError(f"the messages must be a list, not {_kind(turns)}")
-    return [_message(i, turn) for i, turn in enumerate(turns)]
+    if not _is_empty(row.get("history")):
+        raise ValueError("the row has both messages and 'history': put the history into the messages")
+    return _with_system(row, [_message(i, turn) for i, turn in enumerate(turns)])
+
+
+def before_question(row: dict) -> list[dict]:
+    """The messages that columns put before a row's question: its system text, and Alpaca's `history`, a list of
+    `["question", "answer"]`. Raises `ValueError` as [`to_messages`] does."""
+    if _is_empty(history := row.get("history")):
+        return _with_system(row, [])
+    pairs = history if isinstance(history, list) else [None]
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
+        raise ValueError("'history' must be a list of [question, answer] pairs of strings")
+    turns = [(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return _with_system(row, [_message(i, {"role": role, "content": text}) for i, (role, text) in enumerate(turns)])
+
+
+def _with_system(row: dict, messages: list[dict]) -> list[dict]:
+    _check_columns(row)
+    texts = {name: row[name] for name in _SYSTEM if not _is_empty(row.get(name))}
+    if messages and messages[0].get("role") == "system" and texts:
+        texts["the first message"] = messages[0].get("content")
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{name!r} must be a string, not {_kind(text)}")
+    if len(set(texts.values())) > 1:
+        raise ValueError(f"the row has different system texts in {' and '.join(texts)}: keep one")
+    if not texts or "the first message" in texts:
+        return messages
+    return [{"role": "system", "content": next(iter(texts.values()))}, *messages]
+
+
+def _check_columns(row: dict) -> None:
+    """Raises `ValueError` naming a column that changed what a model saw, which the encoding cannot write."""
+    options = row.get("chat_template_kwargs")
+    if isinstance(options, dict):  # SmolTalk 2: whether to think shows in the answer, all else is in the prompt
+        row = row | {f"chat_template_kwargs.{name}": options[name] for name in options.keys() - _THINKING_OPTIONS}
+    for name, value in row.items():
+        if (name in _NOT_ENCODED or name.startswith("chat_template_kwargs.")) and not _is_empty(value):
+            raise ValueError(f"the row defines {name!r}, which is outside this DeepSeek-V4 encoding")
+
+
+def _is_empty(value) -> bool:
+    return value in (None, False, "", [], {}) or isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")
 
 
 def _message(i: int, turn: dict) -> dict:
     if not isinstance(turn, dict):
         raise ValueError(f"message {i} must be an object, not {_kind(turn)}")
-    renamed = {"from": "role", "value": "content", "reasoning_content": "reasoning"}
-    message = {}
-    for key, value in turn.items():
-        if value is not None and not (key in renamed and turn.get(renamed[key]) is not None):
-            message[renamed.get(key, key)] = value
-    if isinstance(message.get("role"), str):
+    message = {"role": _first(turn, "role", "from"), "content": _first(turn, "content", "value")}
+    message |= {name: turn[name] for name in _TOOL_KEYS if not _is_empty(turn.get(name))}  # the encoding refuses them
+    if refused := [name for name in _NOT_ENCODED - _TOOL_KEYS if not _is_empty(turn.get(name))]:
+        raise ValueError(f"message {i} has {refused[0]!r}, which is outside this DeepSeek-V4 encoding")
+    if isinstance(message["role"], str):
         message["role"] = _SHAREGPT_ROLES.get(message["role"], message["role"])
-    if isinstance(message.get("content"), list):
+    if isinstance(message["content"], list):
         message["content"] = "".join(_part_text(i, part) for part in message["content"])
-    return message
+    if message["role"] == "assistant":
+        message |= _reasoning(i, turn, message["content"]) | _weight(i, turn)
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _first(turn: dict, *names: str):
+    return next((turn[name] for name in names if turn.get(name) is not None), None)
+
+
+def _reasoning(i: int, turn: dict, content) -> dict:
+    """`content` and `reasoning` of an answer, without think tags."""
+    given = {name: turn[name] for name in _REASONING if turn.get(name) is not None}
+    for name, value in given.items():
+        if not isinstance(value, str):
+            raise ValueError(f"message {i}: {name!r} must be a string, not {_kind(value)}")
+    found = {name: _THINK_TAGS.sub("", value) for name, value in given.items()}
+    if isinstance(content, str):
+        inline, content = _split_inline(i, content)
+        found |= {} if inline is None else {"content": inline}
+    found = {name: value for name, value in found.items() if value.strip()} or found
+    if len({value.strip() for value in found.values()}) > 1:
+        raise ValueError(f"message {i} has different reasoning in {' and '.join(map(repr, found))}: keep one")
+    return {"content": content, "reasoning": next(iter(found.values()), None)}
+
+
+def _split_inline(i: int, content: str) -> tuple[str | None, str]:
+    """Reasoning and answer of a content that has both. Line breaks beside the tags are other models' template."""
+    before, end, after = content.partition("</think>")
+    opens = content.lstrip().startswith("<think>")
+    if opens and not end:
+        raise ValueError(f"message {i} opens <think> and never closes it: its answer is missing")
+    # A model whose prompt ended with <think> writes the closing tag only. Without an answer behind it, or with another
+    # tag before it, it is a text about tags.
+    if not end or not opens and ("<think>" in before or not after.strip()):
+        return None, content
+    return _THINK_TAGS.sub("", before).strip("\n"), after.lstrip("\n")
+
+
+def _weight(i: int, turn: dict) -> dict:
+    """`{"weight": 0}` for an answer that is context only, under the names that fine-tuning formats have for it."""
+    given = {name: turn[name] for name in _WEIGHTS if turn.get(name) is not None}
+    for name, value in given.items():
+        if value not in (0, 1):
+            raise ValueError(f"message {i}: {name!r} must be 0 or 1, not {_kind(value)}")
+    return {"weight": 0} if 0 in given.values() else {}
 
 
 def _part_text(i: int, part) -> str:
@@ -242,11 +338,18 @@ def _part_text(i: int, part) -> str:
     return part["text"]
 
 
-def _alpaca_messages(row: dict) -> list[dict]:
-    if row.get("instruction") is None or row.get("output") is None:
+def _question_and_answer(row: dict) -> list[dict]:
+    """The messages of an Alpaca row, or of a prompt with or without its answer."""
+    question = "instruction" if row.get("instruction") is not None else "prompt"
+    answers = ("completion", "response", "output") if question == "prompt" else ("output",)
+    answer = next((name for name in answers if row.get(name) is not None), None)
+    if row.get(question) is None or question == "instruction" and answer is None:
         raise ValueError(f"the row has none of {_FORMATS}; its keys are {', '.join(map(repr, row)) or 'none at all'}")
-    for key in ("instruction", "input", "output"):
-        if not isinstance(row.get(key) or "", str):
+    for key in (question, "input", answer):
+        if not isinstance(row.get(key), str | None):
             raise ValueError(f"{key!r} must be a string, not {_kind(row[key])}")
-    question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": row["output"]}]
+    if not _is_empty(row.get("context")):
+        raise ValueError(f"the row has 'context' beside {question!r}: put it into {question!r}, or remove it")
+    text = row[question] + (f"\n\n{row['input']}" if row.get("input") else "")
+    messages = [{"role": "user", "content": text}]
+    return messages if answer is None else [*messages, _message(1, {"role": "assistant", "content": row[answer]})]

@@ -148,6 +148,135 @@ def test_reasoning_is_learned_in_thinking_mode_under_either_name(key, tokenizer,
     assert only(path, tokenizer) == by_hand(tokenizer, *HI)
 
 
+# ------------------------------------------------------------------------------------- reasoning, system text, weights
+
+
+def thought(tokenizer, *parts):
+    """A thinking answer to "Hi", token by token."""
+    return by_hand(tokenizer, ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, OPEN), 0), *parts, ((EOS,), 1))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "<think>r</think>a"},
+        {"content": "<think>\nr\n</think>\n\na"},
+        {"content": "r</think>a"},  # the prompt had the opening tag
+        {"content": "a", "thinking": "r"},
+        {"content": "a", "reasoning_content": "<think>r</think>"},
+        {"content": "a", "reasoning": "<think>\nr"},
+        {"content": "a", "thinking": "r\n</think>\n"},
+        {"content": "<think>r</think>a", "reasoning_content": "r"},
+        {"content": "<think>r</think>a", "reasoning_content": ""},
+        {"content": [{"type": "text", "text": "<think>r</think>"}, {"type": "text", "text": "a"}]},
+    ],
+    ids=str,
+)
+def test_reasoning_is_found_wherever_a_data_set_has_it(answer, tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [*say(("u", "Hi")), {"role": "assistant", **answer}]})
+    expected = thought(tokenizer, ("r", 1), ((CLOSE,), 1), ("a", 1))
+    assert only(path, tokenizer, mode="thinking") == expected
+    ids, mask = only(path, tokenizer)  # without thinking, the answer alone
+    assert (ids, mask) == by_hand(
+        tokenizer, ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("a", 1), ((EOS,), 1)
+    )
+
+
+@pytest.mark.parametrize("text", ["use <think> and </think>", "a</think>", "<script>", f"{ASSISTANT}{CLOSE}"])
+def test_an_answer_about_tags_is_no_reasoning(text, tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(answer=text))
+    assert only(path, tokenizer, mode="thinking") == thought(tokenizer, ((CLOSE,), 1), (text, 1))
+
+
+def test_an_empty_thought_is_an_answer_without_reasoning(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(answer="<think>\n\n</think>\n\na"))
+    assert only(path, tokenizer, mode="thinking") == thought(tokenizer, ((CLOSE,), 1), ("a", 1))
+
+
+def test_a_thinking_answer_of_alpaca_and_of_a_prompt_is_read_alike(tokenizer, tmp_path):
+    for row in ({"instruction": "Hi", "output": "<think>r</think>a"}, {"prompt": "Hi", "completion": "r</think>a"}):
+        expected = thought(tokenizer, ("r", 1), ((CLOSE,), 1), ("a", 1))
+        assert only(write(tmp_path / "a.jsonl", row), tokenizer, mode="thinking") == expected
+
+
+SYSTEM = ((BOS,), 0), ("Be kind.", 0), ((USER,), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("Hello", 1), ((EOS,), 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(system="Be kind."),
+        chat(system_prompt="Be kind.", system=None),
+        chat(system_message="Be kind.", system=""),
+        {"messages": say(("s", "Be kind."), *(("u", "Hi"), ("a", "Hello"))), "system": "Be kind."},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be kind."},
+        {"instruction": "Hi", "output": "Hello", "system": "Be kind.", "history": []},
+        {"prompt": "Hi", "response": "Hello", "system_prompt": "Be kind."},
+    ],
+)
+def test_a_system_column_is_what_the_model_saw_first(row, tokenizer, tmp_path):
+    assert only(write(tmp_path / "a.jsonl", row), tokenizer) == by_hand(tokenizer, *SYSTEM)
+
+
+def test_alpacas_history_stands_before_the_question(tokenizer, tmp_path):
+    row = {"instruction": "Hi", "output": "Hello", "history": [["1", "2"], ["3", "4"]], "system": "S"}
+    told = say(("s", "S"), ("u", "1"), ("a", "2"), ("u", "3"), ("a", "4"), ("u", "Hi"), ("a", "Hello"))
+    first, second = rows_of(write(tmp_path / "a.jsonl", row, {"messages": told}), tokenizer)
+    assert first == second
+
+
+def test_no_column_that_a_model_saw_is_passed_over(tokenizer, tmp_path):
+    for row, named in (
+        (chat(system="Be kind.", system_prompt="Be rude."), "different system texts in system and system_prompt"),
+        ({"messages": say(("s", "S"), ("u", "Hi"), ("a", "x")), "system": "T"}, "system and the first message"),
+        (chat(system=["Be kind."]), "'system' must be a string, not a list"),
+        (chat(history=[["1", "2"]]), "both messages and 'history'"),
+        ({"instruction": "Hi", "output": "Hello", "history": ["1"]}, "'history' must be a list of"),
+        ({"instruction": "Hi", "output": "Hello", "context": "a text"}, "'context' beside 'instruction'"),
+        ({"instruction": 0, "output": "Hello"}, "'instruction' must be a string, not 0"),
+        ({"instruction": "Hi", "input": 0, "output": "Hello"}, "'input' must be a string, not 0"),
+        (chat(functions="[{}]"), "the row defines 'functions'"),
+        (chat(documents=[{"text": "x"}]), "the row defines 'documents'"),
+        (chat(images=["x.png"]), "the row defines 'images'"),
+        (chat(chat_template_kwargs={"custom_instructions": "x"}), "'chat_template_kwargs.custom_instructions'"),
+        ({"messages": [{"role": "user", "content": "Hi", "images": ["x"]}]}, "message 0 has 'images'"),
+        (chat(answer="<think>r"), "message 1 opens <think> and never closes it"),
+        ({"messages": [{"role": "assistant", "content": "<think>r</think>a", "thinking": "s"}]}, "message 0 has diff"),
+        ({"messages": [{"role": "assistant", "content": "a", "thinking": True}]}, "'thinking' must be a string"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "'weight' must be 0 or 1, not 2"),
+        ({"prompt": ["Hi"]}, "'prompt' must be a string, not a list"),
+    ):
+        path = write(tmp_path / "a.jsonl", chat(), row)
+        with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{named}"):
+            load_data([path], tokenizer)
+
+
+@pytest.mark.parametrize("nothing", ["[]", "", " ", [], {}, None, "null", False])
+def test_an_empty_column_is_an_absent_one(nothing, tokenizer, tmp_path):
+    names = ("tools", "functions", "documents", "images", "system", "history", "context", "chat_template_kwargs")
+    row = chat(**dict.fromkeys(names, nothing))
+    row["messages"] = [{**message, "tool_calls": nothing, "function_call": nothing} for message in row["messages"]]
+    path = write(
+        tmp_path / "a.jsonl", row, chat(chat_template_kwargs={"enable_thinking": False, "xml_tools": nothing})
+    )
+    assert rows_of(path, tokenizer) == [by_hand(tokenizer, *HI)] * 2
+
+
+@pytest.mark.parametrize("zero", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}], ids=str)
+def test_an_answer_of_weight_0_is_context(zero, tokenizer, tmp_path):
+    messages = say(("u", "1"), ("a", "2"), ("u", "3"), ("a", "4"))
+    plain, weighted = rows_of(
+        write(
+            tmp_path / "a.jsonl",
+            {"messages": messages},
+            {"messages": [messages[0], {**messages[1], **zero}, messages[2], {**messages[3], "weight": 1}]},
+        ),
+        tokenizer,
+    )
+    assert plain[0] == weighted[0]
+    assert (sum(plain[1]), weighted[1][-2:], sum(weighted[1])) == (4, [1, 1], 2)
+
+
 # ----------------------------------------------------------------------------------------------------------- bad lines
 
 BROKEN = {
