@@ -130,6 +130,64 @@ def test_a_stop_token_that_the_server_keeps_to_itself_is_learned_all_the_same(as
     assert sum(row["loss_mask"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("stop_reason", True), ("stop_reason", False), ("matched_stop", True), ("matched_stop", False), (None, True)],
+)
+def test_another_end_token_than_eos_is_the_answers_last(ask, server, tmp_path, name, kept):
+    """The model ended its answer with it: an EOS behind it would be a token that was never written."""
+    other = 2  # a special token of the tiny target
+    named = {} if name is None else {name: other}
+    server.reply = lambda body: choice(token_ids=[*server.spell("Yes"), *[other] * kept], **named)
+    ask([say("Hello", "an old answer", "And?", "")])
+    first, second = read_lines(tmp_path / "out.jsonl")
+    assert first["input_ids"][-4:] == [*server.spell("Yes"), other]
+    assert first["messages"][-1]["content"] == "Yes"
+    assert second["messages"][:2] == first["messages"]
+    assert (first["finish_reason"], first["token_ids"]) == ("stop", "exact")
+
+
+def test_another_end_token_is_the_last_of_a_text_too(ask, server, tmp_path):
+    server.reply = lambda body: choice(text="Yes", stop_reason=2)
+    ask([say("Hello")])
+    (row,) = read_lines(tmp_path / "out.jsonl")
+    assert row["input_ids"][-1] == 2
+    assert EOS not in row["input_ids"]
+
+
+@pytest.mark.parametrize("keys", [{"stop_reason": "\n"}, {"matched_stop": "END"}])
+@pytest.mark.parametrize("answer", [{"token_ids": [20]}, {"text": "Yes"}])
+def test_an_answer_ended_by_a_stop_string_of_the_server_fails(ask, server, tmp_path, keys, answer):
+    server.reply = lambda body: choice(**answer, **keys)
+    assert ask([say("Hello")]).num_failed == 1
+    reason = read_lines(tmp_path / "out.failed.jsonl")[0]["reason"]
+    assert f"stopped at {next(iter(keys.values()))!r}, where the model had not ended" in reason
+
+
+def test_think_tags_in_the_text_of_a_server_are_no_reasoning(ask, server, tokenizer, tmp_path):
+    server.reply = lambda body: choice(text="<think>hm</think>yes")
+    ask([say("A", "<think>old</think>old", "B", "")], mode="thinking")
+    for row in read_lines(tmp_path / "out.jsonl"):
+        assert row["messages"][-1] == {"role": "assistant", "reasoning": "hm", "content": "yes"}
+        assert tokenizer.decode(row["input_ids"]).endswith(f"<think>hm</think>yes{EOS_TOKEN}")
+        assert tokenizer.decode(row["input_ids"]).count("<think>") == 1
+    assert ask([say("A")], out=tmp_path / "plain.jsonl").num_failed == 1
+    assert "in non-thinking mode" in read_lines(tmp_path / "plain.failed.jsonl")[0]["reason"]
+
+
+def test_think_tokens_that_a_model_opens_itself_are_kept_as_ids_and_not_told_to_later_turns(
+    ask, server, tokenizer, tmp_path
+):
+    (start,) = tokenizer.convert_tokens_to_ids(["<think>"])
+    ids = [start, *server.spell("hm"), THINK_END, *server.spell("yes"), EOS]
+    server.reply = lambda body: choice(token_ids=ids)
+    ask([say("A", "", "B", "")])
+    first, second = read_lines(tmp_path / "out.jsonl")
+    assert first["input_ids"][-len(ids) :] == ids
+    assert first["messages"][-1] == {"role": "assistant", "reasoning": "hm", "content": "yes"}
+    assert second["input_ids"][: -len(ids)] == prompt_of(say("A", "yes", "B")["messages"], tokenizer)
+
+
 def test_the_output_is_training_data_whose_mask_is_the_answer(ask, tokenizer, tmp_path):
     ask([say("Hello", ""), say("What is 3 + 4?", "", "And 5?", "")])
     rows = read_lines(tmp_path / "out.jsonl")

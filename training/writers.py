@@ -31,7 +31,7 @@ from transformers import DynamicCache
 from transformers.utils import logging
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target, read_identity
-from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, THINK_START_TOKEN, encode_with_mask, to_message
 from ..pairing_hyperdflash import target_fingerprint
 from ..target_hyperdflash import make_rewindable
 
@@ -392,29 +392,57 @@ def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
         return AnswerError(f"finish_reason {reason!r}")
     if choice.get("prompt_token_ids") not in (None, turn.prompt_ids):
         return AnswerError("the server's prompt ids are not those it was sent")
+    end_id = _end_id(choice, tokenizer)
+    if isinstance(end_id, AnswerError):
+        return end_id
     if ids is None:
-        return _read_text(choice.get("text"), reason, turn, tokenizer)
+        return _read_text(choice.get("text"), reason, turn, tokenizer, end_id)
     if not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
         return AnswerError(f"token ids outside the tokenizer's {len(tokenizer)}, or none: {str(ids)[:100]}")
+    if reason == "stop" and ids[-1] != end_id:  # some servers keep the end-of-text token to themselves
+        ids = [*ids, end_id]
+    return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], {end_id}), reason)
+
+
+def _end_id(choice: dict, tokenizer) -> int | AnswerError:
+    """The token that ends an answer: EOS unless the server names another (vLLM's `stop_reason`, SGLang's
+    `matched_stop`) or the ids show one. A stop string ends nothing: the model would have gone on."""
     eos_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
-    if reason == "stop" and ids[-1] != eos_id:  # some servers keep it to themselves; nothing else stops an answer
-        ids = [*ids, eos_id]
-    eos_ids = {eos_id}
-    return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], eos_ids), reason)
+    if choice["finish_reason"] != "stop":
+        return eos_id
+    stop = choice.get("stop_reason") if choice.get("stop_reason") is not None else choice.get("matched_stop")
+    if type(stop) is int and 0 <= stop < len(tokenizer):
+        return stop
+    if stop is not None:
+        return AnswerError(f"the server stopped at {stop!r}, where the model had not ended: remove its stop strings")
+    last = (choice.get("token_ids") or [eos_id])[-1]
+    return last if last in tokenizer.all_special_ids and last != _think_end(tokenizer) else eos_id
 
 
-def _read_text(text: str | None, reason: str, turn: Turn, tokenizer) -> Answer | AnswerError:
-    """An answer without ids: its message, encoded. Only the EOS behind it is known to have been written."""
+def _think_end(tokenizer) -> int:
+    return tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
+
+
+def _read_text(text: str | None, reason: str, turn: Turn, tokenizer, end_id: int) -> Answer | AnswerError:
+    """An answer without ids: its message, encoded. Only the token that ended it is known to have been written."""
     if not isinstance(text, str) or not text:
         return AnswerError("the server's answer has neither token ids nor text")
-    message, is_open = {"role": "assistant", "content": text.removesuffix(EOS_TOKEN)}, False
+    content, is_open = text.removesuffix(tokenizer.convert_ids_to_tokens(end_id)), False
+    opened = content.startswith(THINK_START_TOKEN)
+    message = {"role": "assistant", "content": content}
     if turn.encoding["mode"] == "thinking":
-        reasoning, end, content = message["content"].partition(THINK_END_TOKEN)
+        # The prompt ends with the opening tag, which some servers repeat in front of the text
+        reasoning, end, content = content.removeprefix(THINK_START_TOKEN).partition(THINK_END_TOKEN)
         is_open = not end
         message |= {"reasoning": reasoning, "content": content}
         if is_open and reason == "stop":
             return AnswerError(f"neither token ids nor a {THINK_END_TOKEN} in the server's answer")
+    elif opened:
+        return AnswerError(f"the answer starts with {THINK_START_TOKEN} in non-thinking mode: use --mode thinking")
     ids, _ = encode_with_mask([*turn.prompt, message], tokenizer, **turn.encoding)
     logger.warning_once("the server returns no token ids (vLLM's return_token_ids): its texts are encoded again")
     num_unwritten = int(reason == "length") + int(is_open)  # the encoding adds EOS, and closes the reasoning
-    return Answer(ids[len(turn.prompt_ids) : len(ids) - num_unwritten], message, reason, "re-encoded")
+    ids = ids[len(turn.prompt_ids) : len(ids) - num_unwritten]
+    if reason == "stop":
+        ids[-1] = end_id
+    return Answer(ids, message, reason, "re-encoded")
