@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest tests/test_data.py
 """
 
+import gzip
 import json
 import os
 import subprocess
@@ -135,7 +136,8 @@ def test_a_row_written_for_another_generation_of_the_encoding_is_refused(tokeniz
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the row was written for generation '0731'.*not 'preview'"):
         load_data([path], tokenizer)
     assert len(load_data([path], tokenizer, generation="0731")) == 1
-    assert len(load_data([write(tmp_path / "b.jsonl", {**chat(), "generation": "a text"})], tokenizer)) == 1
+    rows = [{**chat(), "generation": other} for other in ("a text", ["a", "list"], {"an": "object"}, 3)]
+    assert len(load_data([write(tmp_path / "b.jsonl", *rows)], tokenizer)) == 4
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
@@ -294,6 +296,9 @@ BROKEN = {
     "unknown mode": ('{"messages": [{"role": "user", "content": ""}], "mode": "chat"}', "unknown mode 'chat'"),
     "tools": ('{"messages": [{"role": "user", "content": ""}], "tools": [{}]}', "row defines 'tools'"),
     "nested a thousand deep": ("[" * 100_000, "nested too deeply"),
+    "an integer of 5,000 digits": ('{"id": ' + "1" * 5000 + "}", "not JSON that can be read: Exceeds the limit"),
+    "a list as effort": ('{"prompt": "a", "completion": "b", "effort": ["max"]}', r"unknown effort \['max'\]"),
+    "a list as mode": ('{"prompt": "a", "completion": "b", "mode": ["thinking"]}', r"unknown mode \['thinking'\]"),
     "half a surrogate pair": (r'{"instruction": "\ud83d", "output": "a"}', "half of a surrogate pair"),
 }
 
@@ -593,11 +598,84 @@ def test_a_json_file_may_hold_a_list_or_lines(kind, tokenizer, tmp_path):
 
 def test_a_broken_json_list_names_its_file(tokenizer, tmp_path):
     (tmp_path / "a.json").write_text('[{"messages": ')
-    with pytest.raises(ValueError, match=r"a\.json is no JSON: Expecting value"):
+    with pytest.raises(ValueError, match=r"a\.json is not valid JSON: Expecting value"):
         load_data([tmp_path / "a.json"], tokenizer)
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent-*.jsonl", "./absent", "sub/absent.json", "a b?", "a/b/c"])
+def save(path: Path, rows: list[dict]) -> Path:
+    """Rows in the kind of file that the name asks for."""
+    table = datasets.Dataset.from_list(rows)
+    if path.suffix == ".gz":
+        text = json.dumps(rows) if ".json." in path.name else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
+    elif path.suffix == ".parquet":
+        table.to_parquet(path)
+    elif path.suffix == ".csv":
+        table.to_csv(path)
+    else:
+        table.save_to_disk(path.parent / "saved")
+        (path.parent / "saved" / "data-00000-of-00001.arrow").rename(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson.gz", "a.json.gz", "a.parquet", "a.arrow"])
+def test_packed_files_and_tables_give_the_tokens_of_the_lines(name, tokenizer, tmp_path):
+    rows = [chat(mode=None), chat("\u2028", "x", mode="thinking"), {**chat("b"), "mode": None}, chat("4", "5")] * 150
+    path = save(tmp_path / name, rows)
+    plain, found = load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer), load_data([path], tokenizer)
+    assert hash_data(found) == hash_data(plain)
+    assert found["source"][:] == [f"{path}:{i}" for i in range(1, 601)]
+    assert [source for source, _ in read_rows([path])] == found["source"][:]
+
+
+def test_cells_of_csv_are_text(tokenizer, tmp_path):
+    rows = [
+        {"instruction": "Hi", "output": "Hello", "mode": None},
+        {"instruction": "1,\n2", "output": "3", "mode": ""},
+    ]
+    first, second = rows_of(save(tmp_path / "a.csv", rows), tokenizer)
+    assert first == by_hand(tokenizer, *HI)
+    parts = ((BOS, USER), 0), ("1,\n2", 0), ((ASSISTANT, CLOSE), 0), ("3", 1), ((EOS,), 1)
+    assert second == by_hand(tokenizer, *parts)
+    (tmp_path / "b.csv").write_text("instruction,output\na,b\na,b,c\n")
+    with pytest.raises(ValueError, match=r"b\.csv:2: a row must be"):
+        load_data([tmp_path / "b.csv"], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.zst", "a.tsv", "a", "a.zip", "a.csv.gz"])
+def test_a_kind_of_file_that_is_not_read_names_those_that_are(name, tokenizer, tmp_path):
+    (tmp_path / name).write_bytes(b"(\xb5/\xfd")
+    with pytest.raises(
+        ValueError, match=rf"{name} .*: data files are \.jsonl, .*\.gz\), \.csv, \.parquet and \.arrow"
+    ):
+        load_data([tmp_path / name], tokenizer)
+    if name == "a.txt":
+        assert len(load_data([write(tmp_path / name, chat())], tokenizer)) == 1  # lines of JSON by another name
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.gz", "a.parquet", "a.arrow", "a.csv"])
+def test_a_damaged_file_is_named(name, tokenizer, tmp_path):
+    content = gzip.compress(json.dumps(chat()).encode()) if name.endswith("gz") else b"\xff\xfeP\x00A"
+    for damaged in (content[:-9] or content, b"\xff" + content):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises((OSError, ValueError), match=rf"{name} (is damaged|is not valid|cannot be read)") as caught:
+            load_data([tmp_path / name], tokenizer)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "absent.jsonl",
+        "absent.parquet",
+        "absent.jsonl.gz",
+        "absent-*.jsonl",
+        "./absent",
+        "sub/absent.json",
+        "a b?",
+        "a/b/c",
+    ],
+)
 def test_a_missing_file_is_an_error(name, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", chat())
@@ -614,17 +692,29 @@ def test_a_folder_and_no_files_at_all_are_errors(tokenizer, tmp_path):
         load_data([], tokenizer)
 
 
-@pytest.mark.parametrize(("name", "revision"), [("org/chats", None), ("org/chats@v1.0", "v1.0")])
-def test_a_hub_data_set_is_read_at_its_revision(name, revision, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "args", "revision"),
+    [
+        ("org/chats", ["train"], None),
+        ("org/chats@v1.0", ["train"], "v1.0"),
+        ("org/chats:math", ["math", "train"], None),
+        ("org/chats:math v2:train_sft", ["math v2", "train_sft"], None),
+        ("org/chats::test", ["test"], None),
+        ("chats@refs/pr/1:main:test", ["main", "test"], "refs/pr/1"),
+    ],
+)
+def test_a_hub_data_set_is_read_at_its_revision_configuration_and_split(
+    name, args, revision, tokenizer, tmp_path, monkeypatch
+):
     calls = []
 
-    def load_dataset(repo, **kwargs):
-        calls.append((repo, kwargs))
+    def load_dataset(*given, split, revision):
+        calls.append((*given, split, revision))
         return datasets.Dataset.from_list([chat(), {"messages": say(("u", "Hi"))}, chat()])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     dataset, report = load_data_with_report([write(tmp_path / "a.jsonl", chat("x")), name], tokenizer)
-    assert calls == [("org/chats", {"split": "train", "revision": revision})]
+    assert calls == [(name.partition(":")[0].partition("@")[0], *args, revision)]
     assert dataset["source"][1:] == [f"{name}:1", f"{name}:3"]
     assert report.examples == {data.UNSUPERVISED: [f"{name}:2"]}
     assert (dataset[1]["input_ids"], dataset[1]["loss_mask"]) == by_hand(tokenizer, *HI)
@@ -635,7 +725,7 @@ def test_a_hub_data_set_that_cannot_be_had_is_an_error(tokenizer, monkeypatch):
         raise ConnectionError("no way out")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(OSError, match="org/chats is no file here, and no such data set can be had.*no way out"):
+    with pytest.raises(OSError, match="org/chats is neither a file here nor .*no way out .*org/chats:CONFIG:SPLIT"):
         load_data(["org/chats"], tokenizer)
 
 

@@ -11,7 +11,6 @@ built once for the content of the files, the settings, the tokenizer and this co
 
 import hashlib
 import json
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -22,7 +21,6 @@ from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
 from ..common import data_files as rows
-from ..common.console import progress_is_hidden  # noqa: F401, read_rows for those who import this
 from ..common.data_files import read_rows, to_messages  # noqa: F401, read_rows for those who import this
 
 if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
@@ -71,7 +69,8 @@ def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
     """Tokens and loss mask of one row. Raises `ValueError` for a row that cannot be encoded."""
     mode = settings.mode if row.get("mode") is None else row["mode"]
     written_for = row.get("generation")  # public data sets call text so, which says nothing here
-    if written_for in encoding.EFFORT_INSTRUCTIONS and written_for != settings.generation:
+    # A tuple compares, where the dict would have to hash what may be a list
+    if written_for in tuple(encoding.EFFORT_INSTRUCTIONS) and written_for != settings.generation:
         raise ValueError(
             f"the row was written for generation {written_for!r} of the encoding, not {settings.generation!r}: "
             f"set generation: {written_for}"
@@ -251,7 +250,7 @@ def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) ->
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "hyperdflash"
     cache.mkdir(parents=True, exist_ok=True)
     options = {"origins": origins, "tokenizer": tokenizer, "settings": settings, "skip_bad_rows": skip_bad_rows}
-    with _progress_bars(datasets):
+    with rows.quiet_datasets():
         return index.map(
             _encode_batch,
             batched=True,
@@ -348,16 +347,3 @@ def _fingerprint(contents: list[tuple[str, str]], settings: EncodingSettings, to
     code = [hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, rows.__file__, encoding.__file__)]
     facts = [contents, asdict(settings), hash_tokenizer(tokenizer), code]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-@contextmanager
-def _progress_bars(datasets):
-    """`datasets` draws its bars whether or not there is a terminal; here they follow this package's rule."""
-    change = progress_is_hidden() and not datasets.are_progress_bars_disabled()
-    if change:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if change:
-            datasets.enable_progress_bars()
