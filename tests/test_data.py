@@ -6,13 +6,17 @@
 import gzip
 import json
 import os
+import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
+from transformers import AutoTokenizer
 
 from hyperdflash.training import data
 from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report, read_rows
@@ -559,6 +563,23 @@ def test_the_header_is_no_target_and_an_answer_that_repeats_it_is(tokenizer, tmp
     assert ids.count(tokenizer.convert_tokens_to_ids(ASSISTANT)) == 1
 
 
+@pytest.mark.parametrize(("max_length", "num_cut"), [(8, 2), (12, 1), (13, 0)])
+def test_rows_that_are_cut_are_counted_and_said(max_length, num_cut, tokenizer, tmp_path):
+    """https://github.com/huggingface/transformers/issues/34494"""
+    rows = chat(), chat(answer="Hello!"), chat("x" * 20), {"messages": say(("u", "Hi"))}
+    path = write(tmp_path / "a.jsonl", *rows)
+    for _ in range(2):  # the second from the cache
+        _, report = load_data_with_report([path], tokenizer, max_length=max_length)
+        assert (report.num_kept, report.num_cut) == (2, num_cut)  # the row that is cut before its answer is left out
+        said = [line.split()[0] for line in report.lines() if "longer than max_length" in line]
+        assert said == ([str(num_cut)] if num_cut else [])
+
+
+def test_prompts_alone_are_told_the_way_to_answers(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no row is left to train on: .*`hyperdflash data regenerate`"):
+        load_data([write(tmp_path / "a.jsonl", {"prompt": "Hi"}, {"messages": say(("u", "Hi"))})], tokenizer)
+
+
 def test_when_no_row_is_left_the_error_counts_the_reasons(tokenizer, tmp_path):
     """https://github.com/inclusionAI/AReno/pull/90 and https://github.com/fw-ai/cookbook/pull/335"""
     rows = [chat("long question" * 5)] * 4 + [{"messages": say(("u", "Hi"))}] + ["{"]
@@ -789,6 +810,45 @@ def test_a_failed_load_leaves_nothing_behind(tokenizer, tmp_path):
     with pytest.raises(ValueError, match=":601: not JSON"):
         load_data([path], tokenizer)
     assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+
+
+@pytest.fixture
+def full_disk():
+    """Files end after 4 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, request):
+    path = write(tmp_path / "a.jsonl", *[chat()] * 600)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="the data cache .*cache/hyperdflash cannot .*HF_DATASETS_CACHE") as caught:
+        load_data([path], tokenizer)
+    assert "\n" not in str(caught.value)
+    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+
+
+def test_a_token_that_the_target_does_not_have_is_one_line(tokenizer, tmp_path):
+    rows = chat(), {"input_ids": [5, 6, 260], "loss_mask": [0, 1, 1]}
+    dataset = load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer)
+    data.check_vocabulary(dataset, 262)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 has the token id 260, but the target has 260 tokens"):
+        data.check_vocabulary(dataset.select([1]), 260)
+
+
+def test_a_run_does_not_start_with_tokens_that_its_target_lacks(tmp_path):
+    """Its tokenizer may have been given more."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny/target")
+    tokenizer.add_tokens("zorkmid")
+    args = SimpleNamespace(
+        target=ROOT / "examples/tiny/target", target_revision=None, **asdict(data.EncodingSettings())
+    )
+    args.skip_bad_rows = False
+    row = {"input_ids": [4, 5, len(tokenizer) - 1, 7], "loss_mask": [0, 1, 1, 1]}
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 has the token id 4096, but the target has 4096 tokens"):
+        data.load_recipe_data(args, [write(tmp_path / "a.jsonl", row)], tokenizer)
 
 
 @pytest.mark.slow

@@ -11,12 +11,16 @@ built once for the content of the files, the settings, the tokenizer and this co
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
@@ -57,12 +61,13 @@ class EncodingSettings:
 
 class Sample(NamedTuple):
     """One encoded row: `input_ids` `(T,)` int32 and `loss_mask` `(T,)` int8, 1 on tokens to be learned, cut at
-    `max_length`; the `mode` it is in; `reason`, why it cannot be trained on, or `""`."""
+    `max_length`; the `mode` it is in; `reason`, why it cannot be trained on, or `""`; whether it was cut."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     mode: str
     reason: str
+    is_cut: bool = False
 
 
 def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
@@ -85,7 +90,7 @@ def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
         ids, mask = encoding.encode_with_mask(to_messages(row), tokenizer, **options)
         ids, mask = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
     kept = slice(settings.max_length)
-    return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]))
+    return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]), len(ids) > settings.max_length)
 
 
 def _given_tokens(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
@@ -125,6 +130,7 @@ class DataReport:
 
     Attributes:
         num_rows (`int`), num_kept (`int`): all rows, and those that can be trained on.
+        num_cut (`int`): rows kept whose end is cut off by `max_length`.
         counts (`dict[str, int]`): rows left out, by reason.
         examples (`dict[str, list[str]]`): up to three sources for each reason; for a bad row also what is wrong.
         files (`list[dict]`): `file` and `sha256` of each.
@@ -132,15 +138,18 @@ class DataReport:
 
     num_rows: int = 0
     num_kept: int = 0
+    num_cut: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     files: list[dict] = field(default_factory=list)
 
-    def add(self, source: str, reason: str = "", error: str = "") -> None:
+    def add(self, source: str, sample: Sample, error: str = "") -> None:
         """Count one row."""
         self.num_rows += 1
+        reason = sample.reason
         if not reason:
             self.num_kept += 1
+            self.num_cut += sample.is_cut
             return
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(examples := self.examples.setdefault(reason, [])) < 3:
@@ -152,7 +161,16 @@ class DataReport:
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             more = "; ..." if count > len(self.examples[reason]) else ""
             out.append(f"  {count:,} left out: {reason} ({'; '.join(self.examples[reason])}{more})")
+        if self.num_cut:
+            out.append(f"  {self.num_cut:,} of the rows kept are longer than max_length: their ends are not learned")
         return out
+
+    def why_nothing_is_left(self) -> str:
+        """The report in one line, for an error; with the way to answers where there are only prompts."""
+        lines = [line.strip() for line in self.lines()]
+        if UNSUPERVISED in self.counts:
+            lines.append("`hyperdflash data regenerate` lets the target write the answers")
+        return "; ".join(lines)
 
 
 def load_data(files: list[str | Path], tokenizer, **kwargs) -> "datasets.Dataset":
@@ -200,18 +218,36 @@ def load_data_with_report(
     if report.counts.get(BAD_ROW) and not skip_bad_rows:  # encoded earlier, when they were to be skipped
         raise ValueError(_stop_message(report.examples[BAD_ROW][0]))
     if not report.num_kept:
-        raise ValueError("no row is left to train on: " + "; ".join(line.strip() for line in report.lines()))
+        raise ValueError(f"no row is left to train on: {report.why_nothing_is_left()}")
     if report.counts:
         encoded = encoded.select(_where(encoded, ""))
     for line in report.lines():
         logger.info(line)
-    return encoded.remove_columns(["reason", "error"]), report
+    return encoded.remove_columns(["reason", "error", "is_cut"]), report
 
 
 def load_recipe_data(args, files: list[str], tokenizer) -> "tuple[datasets.Dataset, DataReport]":
-    """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features."""
+    """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features.
+
+    Raises `ValueError` too for a token that the run's target does not have.
+    """
     settings = {name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length", "skip_bad_rows")}
-    return load_data_with_report(files, tokenizer, **settings)
+    dataset, report = load_data_with_report(files, tokenizer, **settings)
+    check_vocabulary(dataset, AutoConfig.from_pretrained(args.target, revision=args.target_revision).vocab_size)
+    return dataset, report
+
+
+def check_vocabulary(dataset: "datasets.Dataset", vocab_size: int) -> None:
+    """Raises `ValueError` for a token id that a target with `vocab_size` tokens cannot look up."""
+    import pyarrow.compute as pc
+
+    largest = pc.max(pc.list_flatten(dataset.data.column("input_ids"))).as_py()
+    if largest >= vocab_size:
+        source = next(row["source"] for row in dataset if max(row["input_ids"]) >= vocab_size)
+        raise ValueError(
+            f"{source} has the token id {largest}, but the target has {vocab_size} tokens: "
+            "its tokenizer has tokens that the model does not have"
+        )
 
 
 def hash_data(dataset: "datasets.Dataset") -> str:
@@ -248,9 +284,9 @@ def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) ->
     contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
     fingerprint = _fingerprint(contents, settings, tokenizer)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "hyperdflash"
-    cache.mkdir(parents=True, exist_ok=True)
     options = {"origins": origins, "tokenizer": tokenizer, "settings": settings, "skip_bad_rows": skip_bad_rows}
-    with rows.quiet_datasets():
+
+    def encode(folder: Path) -> datasets.Dataset:
         return index.map(
             _encode_batch,
             batched=True,
@@ -259,11 +295,35 @@ def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) ->
             features=_features(datasets),
             fn_kwargs=options,
             num_proc=num_proc,
-            cache_file_name=str(cache / f"data-{fingerprint}.arrow"),
+            cache_file_name=str(folder / f"data-{fingerprint}.arrow"),
             load_from_cache_file=True,
             new_fingerprint=fingerprint,
             desc="Encoding data",
         )
+
+    with rows.quiet_datasets(), _cache_named(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        if not any(cache.glob(f"data-{fingerprint}*.arrow")):
+            # In a folder of its own: on a full disk, `datasets` leaves its temporary file behind
+            with TemporaryDirectory(dir=cache, prefix="part-") as part:
+                encode(Path(part))
+                for file in Path(part).iterdir():
+                    file.rename(cache / file.name)
+        return encode(cache)
+
+
+@contextmanager
+def _cache_named(cache: Path) -> Iterator[None]:
+    """A full disk has no name: Arrow says what it could not write, but not where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(cache):
+            raise
+        reason = " ".join((error.strerror or str(error)).split())
+        raise OSError(
+            error.errno, f"the data cache {cache} cannot be written ({reason}): free it, or set HF_DATASETS_CACHE"
+        ) from error
 
 
 def _make_index(scans: list[tuple]) -> dict[str, np.ndarray]:
@@ -286,12 +346,14 @@ def _features(datasets) -> "datasets.Features":
             "mode": Value("string"),
             "reason": Value("string"),
             "error": Value("string"),
+            "is_cut": Value("bool"),
         }
     )
 
 
 def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[str, list]:
-    columns = {name: [] for name in ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error")}
+    names = ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error", "is_cut")
+    columns = {name: [] for name in names}
     places = zip(batch["origin"], batch["position"], batch["number"], strict=True)
     for i, group in groupby(places, key=lambda place: place[0]):
         _, positions, numbers = zip(*group, strict=True)
@@ -302,7 +364,8 @@ def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[st
                 raise ValueError(_stop_message(f"{source}: {error}"))
             if sample.reason:
                 sample = sample._replace(input_ids=sample.input_ids[:0], loss_mask=sample.loss_mask[:0])
-            values = (*sample[:2], len(sample.input_ids), source, sample.mode, sample.reason, error)
+            ids, mask, mode, reason, is_cut = sample
+            values = (ids, mask, len(ids), source, mode, reason, error, is_cut)
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
     return columns
@@ -329,7 +392,8 @@ def _make_report(encoded: "datasets.Dataset") -> DataReport:
 
     reasons = encoded.data.column("reason")
     counts = {item["values"]: item["counts"] for item in pc.value_counts(reasons).to_pylist()}
-    report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), counts=counts)
+    num_cut = pc.sum(pc.and_(encoded.data.column("is_cut"), pc.equal(reasons, ""))).as_py() or 0
+    report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), num_cut=num_cut, counts=counts)
     for reason in counts:
         examples = [encoded[int(i)] for i in _where(encoded, reason)[:3]]
         report.examples[reason] = [f"{row['source']}: {row['error']}".removesuffix(": ") for row in examples]

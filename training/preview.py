@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     report = DataReport()
     samples = collect_samples(rows, tokenizer, settings, args.num_samples, report)
     if not samples:
-        raise ValueError("no row can be trained on: " + "; ".join(line.strip() for line in report.lines()))
+        raise ValueError(f"no row can be trained on: {report.why_nothing_is_left()}")
     print_samples(samples, tokenizer)
     print("of the rows read: " + "\n".join(report.lines()))
     return 0
@@ -155,7 +155,7 @@ def collect_samples(
     samples = []
     for source, row in rows:
         sample, error = encode_or_error(row, tokenizer, settings)
-        report.add(source, sample.reason, error)
+        report.add(source, sample, error)
         if not sample.reason:
             samples.append((source, sample))
         if len(samples) == num:
