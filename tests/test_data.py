@@ -4,6 +4,7 @@
 """
 
 import gzip
+import importlib
 import json
 import os
 import resource
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
 from transformers import AutoTokenizer
@@ -355,6 +357,16 @@ def test_line_separators_of_unicode_inside_a_text_end_no_line(tokenizer, tmp_pat
     path = write(tmp_path / "a.jsonl", chat("a\u2028b\u0085c"), chat())
     assert [source for source, _ in read_rows([path])] == [f"{path}:1", f"{path}:2"]
     assert len(load_data([path], tokenizer)) == 2
+
+
+def test_the_tiny_corpus_reads_such_lines_whole(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples" / "tiny" / "make")
+    corpus, prompts = importlib.import_module("corpus"), importlib.import_module("prompts")
+    words = " ".join(f"w{i}" for i in range(corpus.NGRAM_WORDS - 1))
+    path = write(tmp_path / "a.jsonl", {"turns": [f"{words}\u2028end"], "messages": say(("u", "\u2028"), ("a", "b"))})
+    assert len(corpus.benchmark_ngrams(tmp_path)) == 1
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny" / "target")
+    assert list(prompts.cut_all(path, tokenizer, np.random.default_rng(0))) == [say(("u", "\u2028"), ("a", "b"))]
 
 
 def test_a_byte_order_mark_changes_no_token(tokenizer, tmp_path):
