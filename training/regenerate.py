@@ -20,7 +20,6 @@ depend on: a run with other settings is refused.
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -37,6 +36,7 @@ from transformers import AutoTokenizer
 from ..common.checkpoint import DTYPES
 from ..common.data_files import read_rows, to_messages
 from ..common.files import write_atomically
+from ..common.growing_file import GrowingFile, write_line
 from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from .data import hash_tokenizer
 from .writers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
@@ -112,7 +112,7 @@ def make_turn(source: str, number: int, messages: list[dict], encoding: dict, to
 # ---------------------------------------------------------------------------------------------------------- the output
 
 
-class Output:
+class Output(GrowingFile):
     """The rows written, those failed, and the settings they were written with.
 
     Args:
@@ -125,7 +125,7 @@ class Output:
     """
 
     def __init__(self, path: str | Path, settings: dict):
-        self.path = Path(path)
+        super().__init__(Path(path))
         self.failed_path = self.path.with_suffix(".failed.jsonl")
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         self.settings = json.loads(json.dumps(settings))
@@ -151,38 +151,20 @@ class Output:
 
     def __enter__(self) -> "Output":
         is_new = not self._has_rows()
-        self._file = self.path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
-        except BlockingIOError as error:
-            raise OSError(f"another run is writing to {self.path}") from error
+        super().__enter__()
         if is_new:
             write_atomically(self.settings_path, (json.dumps(self.settings, indent=2) + "\n").encode())
         self.failed_path.unlink(missing_ok=True)
-        self._read_done()
         return self
 
     def __exit__(self, *exc) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        super().__exit__(*exc)
         if self._failed is not None:
             self._failed.close()
 
-    def _read_done(self) -> None:
-        """Which turns are in the file; a last line that was only begun is cut off."""
-        end = 0
-        with self.path.open("r+b") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    row = json.loads(line)
-                    source, _, turn = row["source"].rpartition("#")
-                    self.done[source] = int(turn), row["finish_reason"], end
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self.path}:{number} is broken; remove the line to write it anew") from error
-                end += len(line)
-            file.truncate(end)
+    def take(self, row: dict, start: int) -> None:
+        source, _, turn = row["source"].rpartition("#")
+        self.done[source] = int(turn), row["finish_reason"], start
 
     def messages_of(self, source: str) -> list[dict]:
         """The conversation up to its last turn in the file."""
@@ -190,20 +172,11 @@ class Output:
             file.seek(self.done[source][2])
             return json.loads(file.readline())["messages"]
 
-    def write(self, row: dict) -> None:
-        """Append an answer."""
-        self._append(self._file, row)
-
     def fail(self, row: dict) -> None:
         """Append to the failed rows, whose file exists only if there are any."""
         if self._failed is None:
             self._failed = self.failed_path.open("ab")
-        self._append(self._failed, row)
-
-    @staticmethod
-    def _append(file, row: dict) -> None:
-        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        file.flush()
+        write_line(self._failed, row)
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -275,7 +248,7 @@ class _Run:
         """Write an answer; returns the turn that follows it."""
         messages = [*turn.prompt, answer.message]
         is_cut = answer.finish_reason == "length"
-        self.output.write(
+        self.output.append(
             {
                 "messages": messages,
                 "input_ids": turn.prompt_ids + answer.input_ids,
