@@ -1,21 +1,21 @@
 """The DeepSeek-V4 encoding: chat messages to the text and the token ids that a V4 model was trained on.
 
-DeepSeek-V4 ships no chat template, its encoding is code. This file holds the part without tools, standard library
-only, so that it can travel with a drafter:
+DeepSeek-V4 has no chat template: its encoding is code. This file is the part without tools. It needs the standard
+library only, so that it can be published with a drafter.
 
     BOS [effort instruction] system text <｜User｜>question<｜Assistant｜></think>answer EOS               non-thinking
     BOS [effort instruction] system text <｜User｜>question<｜Assistant｜><think>reasoning</think>answer EOS   thinking
 
-Facts that surprise, all as in the official code:
+What may surprise you, all as in the official code:
 - The header `<｜Assistant｜>` + think tag belongs to the user turn before it. An assistant turn that follows no user
   turn (the first message, or the second of two assistant turns in a row) has no header.
 - Only what comes after the last user turn keeps its reasoning; earlier answers are written `</think>answer`.
 - User turns in a row become one, joined by an empty line.
 - Effort acts in thinking mode only, and what it writes depends on the generation of the checkpoint.
 
-Text that looks like a control token ("</think>" in a question about prompts) stays verbatim in `encode_messages`, as
-in the official code, where a tokenizer then turns it into control tokens. `encode_with_mask` never does: there it is
-plain text. Use `encode_with_mask` for text that others wrote.
+`encode_messages` leaves text that looks like a control token ("</think>" in a question about prompts) as it is, like
+the official code, and a tokenizer then makes control tokens of it. `encode_with_mask` encodes it as plain text: use
+that one for text that others wrote.
 
     .venv/bin/python -m pytest tests/test_encoding.py
 """
@@ -144,7 +144,8 @@ def _spans(messages, mode, effort, generation, add_generation_prompt) -> list[tu
     roles = [message["role"] for message in messages]
     last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
     spans = [(BOS_TOKEN, True, False)]
-    text = EFFORT_INSTRUCTIONS[generation][effort] if thinking else ""  # waits for the control token that ends it
+    # Text is held back until a control token follows, as the system text joins the instruction before it
+    text = EFFORT_INSTRUCTIONS[generation][effort] if thinking else ""
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             spans.append((text, False, False))
@@ -163,10 +164,11 @@ def _spans(messages, mode, effort, generation, add_generation_prompt) -> list[tu
         text += message["content"]
         following = roles[i + 1] if i + 1 < len(roles) else "assistant" if add_generation_prompt else None
         if message["role"] == "user" and following == "assistant":
+            # Earlier answers are rendered without their reasoning, so their header closes it at once
             think = THINK_START_TOKEN if thinking and i >= last_user else THINK_END_TOKEN
             spans += [(text, False, False), (ASSISTANT_TOKEN, True, False), (think, True, False)]
             text = ""
-    spans.append((text, False, False))
+    spans.append((text, False, False))  # a last user turn without a header after it
     return [span for span in spans if span[0]]
 
 

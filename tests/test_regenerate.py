@@ -1,4 +1,4 @@
-"""Answers written anew: kept as they were written, once each, whoever writes them and however often the run is killed.
+"""Regenerated answers: kept as they were written, once each, whoever writes them and however often the run is killed.
 
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
@@ -221,8 +221,9 @@ def test_later_turns_see_the_new_answers(ask, server, tokenizer, tmp_path):
             say("Hi", "Re: Hi"),
         ),
         ({"instruction": "Add.", "input": "", "output": "2"}, "Add.", say("Add.", "Re: Add.")),
+        ({"prompt": "Hi", "input_ids": [1, 2], "loss_mask": [0, 1]}, "Hi", say("Hi", "Re: Hi")),
     ],
-    ids=["ends with the user", "ShareGPT", "Alpaca"],
+    ids=["ends with the user", "ShareGPT", "Alpaca", "a prompt, and tokens"],
 )
 def test_every_row_format_is_answered(ask, server, tmp_path, row, question, messages):
     ask([row])
@@ -423,7 +424,7 @@ def test_an_answer_that_is_none_fails_with_its_reason(ask, server, tmp_path, ans
 def test_a_server_that_goes_away_stops_the_run_and_costs_nothing(ask, server, tmp_path):
     rows = [say(f"Q{i}") for i in range(60)]
     server.reply = lambda body: server.echo(body) if len(server.requests) < 20 else None
-    with pytest.raises(OSError, match="is gone .*goes on where this run stopped"):
+    with pytest.raises(OSError, match="is gone .*again to resume"):
         ask(rows, writer={"retries": 0})
     assert len(server.requests) < 40
     server.reply = server.echo
@@ -628,7 +629,7 @@ def run_command(*args) -> int:
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
         (["--target", TINY, "--effort", "most"], "unknown effort 'most'"),
         (["--target", "no/such/folder/at all"], "no folder here"),
-        (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "starts with http"),
+        (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "must start with http"),
         (["--server", "http://127.0.0.1:9", "--model", "v4", "--tokenizer", TINY], "no server answers at"),
         (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "serves no model 'v5', but v4"),
         (["--server", "URL", "--model", "v4", "--tokenizer", TINY, "--api-key-env", "NO_SUCH"], "NO_SUCH"),

@@ -1,10 +1,9 @@
 """Training data: rows to token ids and loss masks, in the DeepSeek-V4 encoding.
 
-`common/data_files.py` says what a row may look like. Tokens in a row (`input_ids` and `loss_mask`) win over its text;
-`mode` and
-`effort` in a row win over the caller's; null is the same as absent. The result is a memory-mapped `datasets.Dataset`,
-built once for the content of the files, the settings, the tokenizer and this code. Look at what comes out with
-`hyperdflash data preview`.
+`common/data_files.py` says what a row may look like. If a row has tokens (`input_ids` and `loss_mask`), they are used
+instead of its text; its `mode` and `effort` override the caller's; null is the same as absent. The result is a
+memory-mapped `datasets.Dataset`, cached by the content of the files, the settings, the tokenizer and this code.
+`hyperdflash data preview` shows it.
 
     .venv/bin/python -m pytest tests/test_data.py
 """
@@ -40,7 +39,7 @@ NO_ANCHOR = "fewer than two supervised tokens in a row"
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """How rows become tokens; `mode`, `effort` and `generation` as in [`encode_with_mask`], `max_length` in tokens.
+    """How rows become tokens: `mode`, `effort` and `generation` as in [`encode_with_mask`], `max_length` in tokens.
 
     Raises `ValueError` for values that the encoding does not have.
     """
@@ -126,7 +125,7 @@ def _why_left_out(whole_mask: np.ndarray, mask: np.ndarray) -> str:
 
 @dataclass
 class DataReport:
-    """What became of the rows.
+    """How many rows were kept, and why the others were not.
 
     Attributes:
         num_rows (`int`), num_kept (`int`): all rows, and those that can be trained on.
@@ -156,7 +155,7 @@ class DataReport:
             examples.append(f"{source}: {error}" if error else source)
 
     def lines(self) -> list[str]:
-        """The report for people: a line of totals, then one for each reason."""
+        """The report as text: a line of totals, then one for each reason."""
         out = [f"{self.num_kept:,} of {self.num_rows:,} rows kept, {self.num_rows - self.num_kept:,} left out"]
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             more = "; ..." if count > len(self.examples[reason]) else ""
@@ -195,8 +194,8 @@ def load_data_with_report(
         files: as in [`read_rows`].
         tokenizer: the target's, with the control tokens of the DeepSeek-V4 encoding.
         mode, effort, generation: of the encoding, as in [`encode_with_mask`].
-        max_length: tokens that are kept of a row. The part of a cut answer that is kept is learned; it gets no EOS.
-        skip_bad_rows: leave rows out that are broken, rather than stop at the first one.
+        max_length: tokens that are kept of a row. What is left of a cut answer is learned, without an EOS.
+        skip_bad_rows: leave out rows that cannot be read, instead of stopping at the first one.
         num_proc: processes that encode.
 
     Returns:
@@ -205,8 +204,8 @@ def load_data_with_report(
 
     Raises:
         OSError: as in [`read_rows`], and when the cache cannot be written.
-        ValueError: for settings or a tokenizer that do not fit, a bad row (named by file and line), and when no row is
-            left.
+        ValueError: for wrong settings, a tokenizer without the control tokens, a bad row (named by file and line), and
+            when no row is left.
     """
     settings = EncodingSettings(mode, effort, generation, max_length)
     check_tokenizer(tokenizer, settings)
@@ -219,7 +218,7 @@ def load_data_with_report(
         raise ValueError(_stop_message(report.examples[BAD_ROW][0]))
     if not report.num_kept:
         raise ValueError(f"no row is left to train on: {report.why_nothing_is_left()}")
-    if report.counts:
+    if report.counts:  # rows left out are in the cache too
         encoded = encoded.select(_where(encoded, ""))
     for line in report.lines():
         logger.info(line)
@@ -355,14 +354,14 @@ def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[st
     names = ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error", "is_cut")
     columns = {name: [] for name in names}
     places = zip(batch["origin"], batch["position"], batch["number"], strict=True)
-    for i, group in groupby(places, key=lambda place: place[0]):
+    for i, group in groupby(places, key=lambda place: place[0]):  # a batch may go over the end of a file
         _, positions, numbers = zip(*group, strict=True)
         for number, row in zip(numbers, origins[i].read(positions), strict=True):
             source = f"{origins[i].name}:{number}"
             sample, error = encode_or_error(row, tokenizer, settings)
             if error and not skip_bad_rows:
                 raise ValueError(_stop_message(f"{source}: {error}"))
-            if sample.reason:
+            if sample.reason:  # stored all the same, so that the report can be made from the cache
                 sample = sample._replace(input_ids=sample.input_ids[:0], loss_mask=sample.loss_mask[:0])
             ids, mask, mode, reason, is_cut = sample
             values = (ids, mask, len(ids), source, mode, reason, error, is_cut)
@@ -384,7 +383,7 @@ def encode_or_error(row: dict | ValueError, tokenizer, settings: EncodingSetting
 
 
 def _stop_message(problem: str) -> str:
-    return f"{problem} (mend or remove the row, or set skip_bad_rows to leave such rows out)"
+    return f"{problem} (fix or remove the row, or set skip_bad_rows to leave such rows out)"
 
 
 def _make_report(encoded: "datasets.Dataset") -> DataReport:

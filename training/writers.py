@@ -1,13 +1,14 @@
-"""Who answers the turns of `regenerate`: a target in this process, or an OpenAI-compatible server.
+"""What answers the turns of `regenerate`: a target in this process, or an OpenAI-compatible server.
 
     .venv/bin/python -m pytest tests/test_regenerate.py
 
-Both take turns from a `TurnQueue`, where the follow-up of an answered turn may appear at any time, and yield `(turn,
-Answer)` or `(turn, AnswerError)` in the order in which answers are complete.
+Both take turns from a `TurnQueue`, to which the next turn of a conversation is added once one is answered, and yield
+`(turn, Answer)` or `(turn, AnswerError)` as answers are completed.
 
-`TargetWriter` decodes batches without padding, which DeepSeek-V4 would pool into its compressed entries. All prompts
-of a batch start at position 0 and differ by some tokens in length: the shortest is prefilled, and while the others are
-fed the rest of theirs, token by token, the shorter ones are being answered. Finished rows leave the batch.
+`TargetWriter` decodes batches without padding, as DeepSeek-V4 would pool padding into its compressed entries. All
+prompts of a batch start at position 0 and differ in length by a few tokens. The length of the shortest is prefilled;
+then the longer ones are fed the rest of their prompt, token by token, while the shorter ones are already answered.
+Finished rows leave the batch.
 
 Legend: B batch, T sequence, V vocabulary.
 """
@@ -57,7 +58,7 @@ class Turn:
 
     Attributes:
         source (`str`): where the conversation comes from, "file.jsonl:12".
-        number (`int`): which of the conversation's re-written turns this is, from 1.
+        number (`int`): which of the conversation's regenerated turns this is, from 1.
         messages (`list[dict]`): the whole conversation, earlier answers being the new ones.
         position (`int`): index in `messages` of the answer; their length to append one.
         encoding (`dict`): `mode`, `effort` and `generation` of `encode_with_mask`.
@@ -93,7 +94,7 @@ class Answer(NamedTuple):
 
 
 class AnswerError(Exception):
-    """Why a turn has no answer. `unreachable` says that no server was there to refuse it."""
+    """Why a turn has no answer. `unreachable` means that there was no reply from a server at all."""
 
     def __init__(self, reason: str, unreachable: bool = False):
         super().__init__(reason)
@@ -101,7 +102,7 @@ class AnswerError(Exception):
 
 
 class TurnQueue:
-    """The turns that can be answered now; more come from an iterator, which is read only as far as needed."""
+    """The turns that can be answered now; more are read from an iterator when they are needed."""
 
     def __init__(self, turns: Iterator[Turn]):
         self.pending: list[Turn] = []
@@ -126,7 +127,7 @@ class TargetWriter:
         batch_size (`int`, *optional*, defaults to 32): rows decoded together.
         dtype, device_map: as in `from_pretrained`.
 
-    Raises `ValueError` for what is no DeepSeek-V4, `OSError` for missing files.
+    Raises `ValueError` for a model that is not a DeepSeek-V4, `OSError` for missing files.
     """
 
     def __init__(self, target: str, revision: str | None = None, *, batch_size=32, dtype="auto", device_map=None):
@@ -204,6 +205,7 @@ def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterato
         is_answer = position >= lengths
         tokens[:, position] = torch.where(is_answer, chosen, tokens[:, position])
         start, position = position, position + 1
+        # A prompt may hold an end-of-text token: only one in the answer stops a row
         stopped = is_answer & torch.isin(tokens[:, start], stops)
         ended = stopped | (position >= limits)
         if not ended.any():
@@ -213,6 +215,7 @@ def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterato
             yield int(rows[i]), ids, "stop" if stopped[i] else "length"
         if ended.all():
             return
+        # What is left of the batch: rows of the state and of the cache go together
         state = [t[~ended] for t in state]
         cache.batch_select_indices((~ended).nonzero()[:, 0])
 
@@ -237,7 +240,7 @@ def _draws(turns: list[Turn], sampling: Sampling) -> torch.Tensor:
 
 
 def _draw_at(draws: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
-    """The number for each row's `index`-th answer token; rows still inside their prompt get one that nobody uses."""
+    """The number for each row's `index`-th answer token; rows still inside their prompt get one that is not used."""
     return draws.gather(1, index.clamp(min=0)[:, None])[:, 0] if draws.shape[1] else None
 
 
@@ -270,7 +273,7 @@ class ServerWriter:
         concurrency (`int`, *optional*, defaults to 32): requests under way at the same time.
         retries (`int`, *optional*, defaults to 5): further tries after a lost connection, 408, 429 or 5xx, with waits
             of 1, 2, 4, ... seconds or what `Retry-After` says, at most 60.
-        timeout (`float`, *optional*, defaults to 600): seconds that a server may be silent, so the longest answer.
+        timeout (`float`, *optional*, defaults to 600): seconds without a reply, so the time of the longest answer.
         api_key (`str`, *optional*): sent as a bearer token.
     """
 
@@ -278,7 +281,7 @@ class ServerWriter:
 
     def __init__(self, url: str, model: str, *, concurrency=32, retries=5, timeout=600.0, api_key=None):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url} is no server's address: it starts with http:// or https://")
+            raise ValueError(f"{url} is not a server's address: it must start with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.name, self.concurrency, self.retries, self.timeout = model, concurrency, retries, timeout
         self.headers = {"Content-Type": "application/json"}
@@ -287,7 +290,7 @@ class ServerWriter:
         self.identity = {"backend": "server", "model": model}
 
     def load(self) -> None:
-        """Make sure that the server is there and has the model. Raises `OSError` and `ValueError`."""
+        """Check that the server is there and has the model. Raises `OSError` and `ValueError`."""
         try:
             listed = self._send("/models")
         except urllib.error.HTTPError as error:
@@ -322,7 +325,7 @@ class ServerWriter:
                 is_lost = isinstance(result, AnswerError) and result.unreachable
                 num_unreachable = num_unreachable + 1 if is_lost else 0
                 if num_unreachable >= 2 * self.concurrency:
-                    raise OSError(f"{self.url} is gone ({result}); the same command goes on where this run stopped")
+                    raise OSError(f"{self.url} is gone ({result}): run the same command again to resume")
         finally:
             for _ in range(self.concurrency):
                 asked.put(None)
