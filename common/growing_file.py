@@ -34,9 +34,14 @@ class GrowingFile:
             raise
         return self
 
-    def __exit__(self, *exc) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+    def __exit__(self, kind, error, traceback) -> None:
+        try:
+            if error is None:
+                os.fsync(self._file.fileno())
+            self._file.close()  # which writes again what a full disk refused
+        except OSError:
+            if error is None:
+                raise
 
     def _take_all(self) -> None:
         end = 0
@@ -52,8 +57,14 @@ class GrowingFile:
             file.truncate(end)
 
     def append(self, row: dict) -> None:
-        """Write a line: a process that is killed after this has kept it."""
-        write_line(self._file, row)
+        """Write a line: a process that is killed after this has kept it. Raises `OSError` naming the file."""
+        try:
+            write_line(self._file, row)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"{self.path} cannot be written ({error.strerror}): make room, and run the same command again",
+            ) from error
 
 
 def write_line(file: BinaryIO, row: dict) -> None:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
@@ -69,7 +69,7 @@ class Sample(NamedTuple):
     is_cut: bool = False
 
 
-def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
+def encode_row(row: dict, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings) -> Sample:
     """Tokens and loss mask of one row. Raises `ValueError` for a row that cannot be encoded."""
     mode = settings.mode if row.get("mode") is None else row["mode"]
     written_for = row.get("generation")  # public data sets call text so, which says nothing here
@@ -92,7 +92,7 @@ def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
     return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]), len(ids) > settings.max_length)
 
 
-def _given_tokens(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _given_tokens(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     if row.get("loss_mask") is None:
         raise ValueError("the row has input_ids but no loss_mask")
     ids, mask = _int_array("input_ids", row["input_ids"]), _int_array("loss_mask", row["loss_mask"])
@@ -172,14 +172,14 @@ class DataReport:
         return "; ".join(lines)
 
 
-def load_data(files: list[str | Path], tokenizer, **kwargs) -> "datasets.Dataset":
+def load_data(files: list[str | Path], tokenizer: PreTrainedTokenizerBase, **kwargs) -> "datasets.Dataset":
     """[`load_data_with_report`] without the report."""
     return load_data_with_report(files, tokenizer, **kwargs)[0]
 
 
 def load_data_with_report(
     files: list[str | Path],
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     mode: str = "non-thinking",
     effort: str | None = None,
@@ -225,7 +225,9 @@ def load_data_with_report(
     return encoded.remove_columns(["reason", "error", "is_cut"]), report
 
 
-def load_recipe_data(args, files: list[str], tokenizer) -> "tuple[datasets.Dataset, DataReport]":
+def load_recipe_data(
+    args, files: list[str], tokenizer: PreTrainedTokenizerBase
+) -> "tuple[datasets.Dataset, DataReport]":
     """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features.
 
     Raises `ValueError` too for a token that the run's target does not have.
@@ -261,7 +263,7 @@ def hash_data(dataset: "datasets.Dataset") -> str:
     return digest.hexdigest()
 
 
-def hash_tokenizer(tokenizer) -> str:
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over everything that decides which ids a text gets; where the tokenizer came from does not enter."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json; the data needs a fast tokenizer")
@@ -270,12 +272,19 @@ def hash_tokenizer(tokenizer) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_tokenizer(tokenizer, settings: EncodingSettings) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings) -> None:
     """Raise the `ValueError` for a tokenizer without the control tokens once, rather than for every row."""
     encoding.encode_with_mask([{"role": "user", "content": ""}], tokenizer, **settings.chat_options())
 
 
-def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) -> "datasets.Dataset":
+def _encode_all(
+    origins: list,
+    scans: list[tuple],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EncodingSettings,
+    skip_bad_rows: bool,
+    num_proc: int | None,
+) -> "datasets.Dataset":
     """All rows, also those left out, with the `reason` for it and the `error` of bad ones; from the cache if there."""
     import datasets
 
@@ -350,7 +359,9 @@ def _features(datasets) -> "datasets.Features":
     )
 
 
-def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[str, list]:
+def _encode_batch(
+    batch: dict, origins: list, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings, skip_bad_rows: bool
+) -> dict[str, list]:
     names = ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error", "is_cut")
     columns = {name: [] for name in names}
     places = zip(batch["origin"], batch["position"], batch["number"], strict=True)
@@ -370,7 +381,9 @@ def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[st
     return columns
 
 
-def encode_or_error(row: dict | ValueError, tokenizer, settings: EncodingSettings) -> tuple[Sample, str]:
+def encode_or_error(
+    row: dict | ValueError, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings
+) -> tuple[Sample, str]:
     """[`encode_row`] for what [`read_rows`] yields: the sample and `""`, or one without tokens whose reason is
     [`BAD_ROW`], and what is wrong with the row."""
     try:
@@ -405,7 +418,9 @@ def _where(encoded: "datasets.Dataset", reason: str) -> np.ndarray:
     return np.flatnonzero(pc.equal(encoded.data.column("reason"), reason).to_numpy())
 
 
-def _fingerprint(contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer) -> str:
+def _fingerprint(
+    contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Of everything that decides what is cached: files, settings, tokenizer, and the code that encodes."""
     code = [hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, rows.__file__, encoding.__file__)]
     facts = [contents, asdict(settings), hash_tokenizer(tokenizer), code]

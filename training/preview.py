@@ -122,7 +122,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         description="Show the first rows of a data file as training will see them, token by token.",
         allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL file, glob pattern, or Hub data set")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data file, glob, or Hub data set")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
     parser.add_argument("--mode", choices=MODES, default="non-thinking")
     parser.add_argument("--effort", help="reasoning effort, in thinking mode")

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..common.checkpoint import DTYPES
 from ..common.data_files import read_rows, to_messages
@@ -105,7 +105,9 @@ def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Inpu
     return found
 
 
-def make_turn(source: str, number: int, messages: list[dict], encoding: dict, tokenizer, seed: int) -> Turn:
+def make_turn(
+    source: str, number: int, messages: list[dict], encoding: dict, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Turn:
     """The `number`-th re-written turn (from 1) of a conversation whose earlier answers are new already."""
     position = answer_positions(messages)[number - 1]
     ids, _ = encode_with_mask(messages[:position], tokenizer, add_generation_prompt=True, **encoding)
@@ -219,7 +221,9 @@ class Report:
 class _Run:
     """One run over the rows: what is left to be asked, and what becomes of every answer."""
 
-    def __init__(self, files, encoding: dict, sampling: Sampling, tokenizer, output: Output, model: str):
+    def __init__(
+        self, files, encoding: dict, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, output: Output, model: str
+    ):
         self.files, self.encoding, self.sampling, self.tokenizer = files, encoding, sampling, tokenizer
         self.output, self.model = output, model
         self.report = Report(num_done_before=sum(done[0] for done in output.done.values()))
@@ -290,7 +294,7 @@ def regenerate(
     files: list[str],
     output: str | Path,
     writer: TargetWriter | ServerWriter,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     mode: str = "non-thinking",
     effort: str | None = None,
@@ -373,7 +377,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         description="Regenerate the answers of a data set with the target. Run the same command again to resume.",
         allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines, patterns, or ids of Hub data sets")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data files, globs, or Hub data sets")
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--target", help="folder or Hub id of the DeepSeek-V4, to be run here")

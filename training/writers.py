@@ -28,7 +28,8 @@ from time import sleep
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target, read_identity
@@ -130,7 +131,15 @@ class TargetWriter:
     Raises `ValueError` for a model that is not a DeepSeek-V4, `OSError` for missing files.
     """
 
-    def __init__(self, target: str, revision: str | None = None, *, batch_size=32, dtype="auto", device_map=None):
+    def __init__(
+        self,
+        target: str,
+        revision: str | None = None,
+        *,
+        batch_size: int = 32,
+        dtype: str = "auto",
+        device_map: str | None = None,
+    ):
         checkpoint = TargetCheckpoint(target, revision)
         self.path, self.revision, self.name = target, checkpoint.revision, checkpoint.name
         self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
@@ -147,7 +156,9 @@ class TargetWriter:
         """Load the model."""
         self.target, _ = load_target(self.path, self.revision, self.dtype, self.device_map)
 
-    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+    def answers(
+        self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    ) -> Iterator[tuple[Turn, Answer | AnswerError]]:
         """Answer the queue's turns until it is empty."""
         limit = self.target.config.max_position_embeddings
         eos_ids = _eos_ids(self.target, tokenizer)
@@ -165,7 +176,7 @@ class TargetWriter:
             queue.fill(WINDOW * self.batch_size)
 
 
-def _eos_ids(target, tokenizer) -> set[int]:
+def _eos_ids(target: DeepseekV4ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Where `generate` stops, and the encoding's own EOS."""
     ids = target.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -189,7 +200,9 @@ def take_batch(pending: list[Turn], batch_size: int) -> list[Turn]:
 
 
 @torch.no_grad()
-def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterator[tuple[int, list[int], str]]:
+def write_batch(
+    target: DeepseekV4ForCausalLM, turns: list[Turn], sampling: Sampling, eos_ids: set[int]
+) -> Iterator[tuple[int, list[int], str]]:
     """Decode prompts of unequal length together, all of them starting at position 0.
 
     Yields `(index in turns, the answer's ids, "stop" or "length")`, each as soon as it is complete.
@@ -220,7 +233,7 @@ def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterato
         cache.batch_select_indices((~ended).nonzero()[:, 0])
 
 
-def _batch_state(target, turns: list[Turn], sampling: Sampling) -> list[torch.Tensor]:
+def _batch_state(target: DeepseekV4ForCausalLM, turns: list[Turn], sampling: Sampling) -> list[torch.Tensor]:
     """Per row: its index in turns, its prompt's length and its limit in tokens, all (B,), the tokens (B, T) with the
     prompt at the front, and its random numbers."""
     lengths = torch.tensor([len(turn.prompt_ids) for turn in turns])
@@ -279,7 +292,16 @@ class ServerWriter:
 
     first_wait = 1.0
 
-    def __init__(self, url: str, model: str, *, concurrency=32, retries=5, timeout=600.0, api_key=None):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        concurrency: int = 32,
+        retries: int = 5,
+        timeout: float = 600.0,
+        api_key: str | None = None,
+    ):
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{url} is not a server's address: it must start with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
@@ -303,7 +325,9 @@ class ServerWriter:
         if names and self.name not in names:
             raise ValueError(f"{self.url} serves no model {self.name!r}, but {', '.join(map(str, names))}")
 
-    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+    def answers(
+        self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    ) -> Iterator[tuple[Turn, Answer | AnswerError]]:
         """Answer the queue's turns until it is empty. Raises `OSError` when the server is gone."""
         asked, answered = SimpleQueue(), SimpleQueue()
         for _ in range(self.concurrency):  # daemons, so that Ctrl-C need not wait for the longest answer
@@ -388,7 +412,7 @@ def _first_choice(response) -> dict:
     return choice
 
 
-def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
+def _read_choice(choice: dict, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Answer | AnswerError:
     """The answer in a choice of `/v1/completions`, or why there is none."""
     reason, ids = choice.get("finish_reason"), choice.get("token_ids")
     if reason not in ("stop", "length"):
@@ -407,7 +431,7 @@ def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
     return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], {end_id}), reason)
 
 
-def _end_id(choice: dict, tokenizer) -> int | AnswerError:
+def _end_id(choice: dict, tokenizer: PreTrainedTokenizerBase) -> int | AnswerError:
     """The token that ends an answer: EOS unless the server names another (vLLM's `stop_reason`, SGLang's
     `matched_stop`) or the ids show one. A stop string ends nothing: the model would have gone on."""
     eos_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
@@ -419,14 +443,16 @@ def _end_id(choice: dict, tokenizer) -> int | AnswerError:
     if stop is not None:
         return AnswerError(f"the server stopped at {stop!r}, where the model had not ended: remove its stop strings")
     last = (choice.get("token_ids") or [eos_id])[-1]
-    return last if last in tokenizer.all_special_ids and last != _think_end(tokenizer) else eos_id
+    return (
+        last
+        if last in tokenizer.all_special_ids and last != tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
+        else eos_id
+    )
 
 
-def _think_end(tokenizer) -> int:
-    return tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
-
-
-def _read_text(text: str | None, reason: str, turn: Turn, tokenizer, end_id: int) -> Answer | AnswerError:
+def _read_text(
+    text: str | None, reason: str, turn: Turn, tokenizer: PreTrainedTokenizerBase, end_id: int
+) -> Answer | AnswerError:
     """An answer without ids: its message, encoded. Only the token that ended it is known to have been written."""
     if not isinstance(text, str) or not text:
         return AnswerError("the server's answer has neither token ids nor text")
