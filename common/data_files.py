@@ -24,7 +24,7 @@ import os
 import re
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -112,7 +112,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def _damage_named(name: str):
+def _damage_named(name: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -122,7 +122,7 @@ def _damage_named(name: str):
 class _Rows:
     """Rows that are read by index: of a JSON list or a CSV file, in memory; of Parquet, Arrow and the Hub, mapped."""
 
-    def __init__(self, name: str, items, digest: str):
+    def __init__(self, name: str, items: Sequence, digest: str):
         self.name, self.items, self.digest = name, items, digest
 
     def rows(self) -> Iterator[tuple[int, "dict | ValueError"]]:
@@ -157,7 +157,7 @@ def read_rows(files: list[str | Path]) -> Iterator[tuple[str, "dict | ValueError
     return ((f"{origin.name}:{number}", row) for origin in origins for number, row in origin.rows())
 
 
-def resolve(files) -> list[_JsonLines | _Rows]:
+def resolve(files: str | Path | list[str | Path]) -> list[_JsonLines | _Rows]:
     """What the names of [`read_rows`] stand for; opens nothing that is larger than memory."""
     if isinstance(files, (str, Path)):
         files = [files]
@@ -238,13 +238,13 @@ def _open_table(path: Path) -> _Rows:
     try:
         with quiet_datasets():
             items = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise OSError(f"{path} cannot be read as {kind.title()}: {' '.join(str(error).split())}") from error
     with path.open("rb") as file:
         return _rows_of(path, items, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _rows_of(path: Path, items, digest: str) -> _Rows:
+def _rows_of(path: Path, items: Sequence, digest: str) -> _Rows:
     if not len(items):
         raise ValueError(f"{path} is empty")
     return _Rows(_display(path), items, digest)
@@ -270,7 +270,11 @@ def _open_hub(name: str) -> _Rows:
     try:
         with quiet_datasets():
             rows = datasets.load_dataset(repo, *configs, split=split or "train", revision=revision or None)
-    except (OSError, ValueError) as error:  # they list the configurations or the splits that there are
+    except (
+        OSError,
+        ValueError,
+        datasets.exceptions.DatasetsError,
+    ) as error:  # they list the configurations or the splits that there are
         reason = " ".join(str(error).split())
         raise OSError(
             f"{name} is neither a file here nor a data set that the Hub has: {reason} "

@@ -689,7 +689,9 @@ def test_a_kind_of_file_that_is_not_read_names_those_that_are(name, tokenizer, t
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.gz", "a.parquet", "a.arrow", "a.csv"])
 def test_a_damaged_file_is_named(name, tokenizer, tmp_path):
     content = gzip.compress(json.dumps(chat()).encode()) if name.endswith("gz") else b"\xff\xfeP\x00A"
-    for damaged in (content[:-9] or content, b"\xff" + content):
+    whole = save(tmp_path / name, [chat(str(i)) for i in range(2000)]).read_bytes()
+    half = whole[: len(whole) // 2]
+    for damaged in (content[:-9] or content, b"\xff" + content, *[half] * (not name.endswith(".csv"))):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises((OSError, ValueError), match=rf"{name} (is damaged|is not valid|cannot be read)") as caught:
             load_data([tmp_path / name], tokenizer)
@@ -866,6 +868,8 @@ def test_a_run_does_not_start_with_tokens_that_its_target_lacks(tmp_path):
 @pytest.mark.slow
 def test_more_processes_give_the_same_data_and_the_same_error(tokenizer, tmp_path):
     rows = [chat(str(i)) for i in range(500)]
+    packed = load_data([save(tmp_path / "p.jsonl.gz", rows)], tokenizer, num_proc=2)
+    assert hash_data(packed) == hash_data(load_data([write(tmp_path / "p.jsonl", *rows)], tokenizer))
     path = write(tmp_path / "a.jsonl", *rows[:300], {"messages": say(("u", "Hi"))}, *rows[300:])
     alone = load_data_with_report([path], tokenizer)
     datasets.config.HF_DATASETS_CACHE = tmp_path / "other cache"
