@@ -332,7 +332,11 @@ def _row(value) -> dict | ValueError:
 
 
 def _kind(value) -> str:
-    return "null" if value is None else {"str": "a string", "list": "a list"}.get(type(value).__name__, repr(value))
+    return (
+        "null"
+        if value is None
+        else {"str": "a string", "list": "a list", "dict": "an object"}.get(type(value).__name__, repr(value))
+    )
 
 
 def to_messages(row: dict) -> list[dict]:
@@ -393,6 +397,7 @@ def _check_columns(row: dict) -> None:
 
 
 def _is_empty(value) -> bool:
+    # Some data sets keep JSON as text in a column, so that an empty list is "[]"
     return value in (None, False, "", [], {}) or isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")
 
 
