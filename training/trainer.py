@@ -8,6 +8,7 @@ Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 
 """
 
 import contextlib
+import math
 import shutil
 import time
 from pathlib import Path
@@ -221,6 +222,18 @@ class HyperDFlashTrainer(EpochTrainer):
         with self._timed("step"):
             return super().training_step(model, inputs, num_items_in_batch)
 
+    def _get_grad_norm(self, model, grad_norm=None):
+        """The norm, before the optimizer's step. Raises `ValueError` where it is not finite: one such step would end
+        in NaN weights, and the next checkpoint would replace a good one."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        # Under fp16 the scaler skips such a step by itself, and lowers its scale
+        if self.accelerator.scaler is None and not math.isfinite(norm):
+            raise ValueError(
+                f"the gradient's norm is {float(norm)} at step {self.state.global_step}: no step was taken, and the "
+                "last checkpoint is good. Look at the data and features of this step, or lower the learning rate"
+            )
+        return norm
+
     def floating_point_ops(self, inputs) -> int:
         return 0  # not estimated
 
@@ -275,9 +288,12 @@ class HyperDFlashTrainer(EpochTrainer):
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
         """As in transformers, with real decoding where it is asked for."""
         start = time.perf_counter()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.args.eval_decode_prompts:
-            output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
+        # A data loader draws a seed from the global generator: dropout would depend on when was evaluated
+        device = self.args.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            if self.args.eval_decode_prompts:
+                output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
         self._window_start += time.perf_counter() - start  # no training happened meanwhile
         return output
 
