@@ -271,6 +271,18 @@ def test_an_adapter_is_merged_into_the_drafter_that_its_run_keeps(target, tmp_pa
         export_drafter(tmp_path / "moved", tmp_path / "other")
 
 
+@pytest.mark.parametrize("format", ["hf", "vllm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_never_exported(run, tmp_path, value, format):
+    path = run / "checkpoint-8" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["norm.weight"][3] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 of \d+ tensors in .*checkpoint-8 have NaN or infinite.*norm\.weight"):
+        export_drafter(run, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
 def test_weights_with_a_wrappers_prefix_never_get_into_an_export(run, tmp_path, prefix):
     """https://github.com/MakazhanAlpamys/Soup/issues/351"""

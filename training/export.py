@@ -65,6 +65,7 @@ def export_drafter(
     if run is not None and has_picture(run):
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
+    check_finite(drafter, checkpoint)
     if format == "vllm":
         check_servable(drafter.config)
     round_to_bf16(drafter)
@@ -170,6 +171,16 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
     for path in checkpoint.glob("*.safetensors"):
         _check_readable(path)
     return HyperDFlashModel.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def check_finite(drafter: HyperDFlashModel, checkpoint: Path) -> None:
+    """Raises `ValueError` for weights that no training should have left behind."""
+    tensors = drafter.state_dict()
+    if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(
+            f"{len(broken)} of {len(tensors)} tensors in {checkpoint} have NaN or infinite values "
+            f"({', '.join(broken[:3])}, ...): export an earlier checkpoint"
+        )
 
 
 def _check_readable(path: Path) -> set[str]:

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
+from transformers import AutoConfig, AutoTokenizer
 
-from ..common.checkpoint import TargetCheckpoint, load_target, resolve_revision
+from ..common.checkpoint import TargetCheckpoint, load_target, recorded_name, resolve_revision
 from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
@@ -42,7 +42,7 @@ def feature_settings(
 
     Args:
         rows (`datasets.Dataset`): the split's.
-        config: the drafter's, or `tapped_config(args)`.
+        config: the drafter's, or `read_drafter_config(args)`.
         split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
     """
     folder = Path(args.target).expanduser()
@@ -60,16 +60,22 @@ def feature_settings(
     }
 
 
-def tapped_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
-    """The configuration of the run's drafter, which says what is read of the target; no weights are opened."""
+def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
+    """The configuration of the run's drafter, which says what is read of the target; no weights are opened.
+
+    Raises `ValueError` for `drafter` options that contradict each other or the target.
+    """
     if args.init_from:
-        return HyperDFlashConfig.from_pretrained(args.init_from)
-    return new_drafter_config(args, AutoConfig.from_pretrained(args.target, revision=args.target_revision))
-
-
-def new_drafter_config(args: HyperDFlashTrainingArguments, target: DeepseekV4Config) -> HyperDFlashConfig:
-    """The configuration of the new drafter that the run's `drafter` options describe, for a target's."""
-    return drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
+        config = HyperDFlashConfig.from_pretrained(args.init_from)
+    else:
+        target = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
+        if target.model_type != "deepseek_v4":
+            raise ValueError(f"{args.target} is a {target.model_type} model; HyperDFlash drafts for deepseek_v4")
+        config = drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
+    if config.block_size < 2:
+        raise ValueError(f"block_size {config.block_size} leaves no slot to train: it counts the anchor")
+    config.target_name_or_path, config.target_revision = recorded_name(args.target, args.target_revision)
+    return config
 
 
 def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS) -> None:
@@ -182,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError("features_dir says where features go: add it to the recipe, or features_dir=...")
     recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
     tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
-    config, splits = tapped_config(recipe), {}
+    config, splits = read_drafter_config(recipe), {}
     for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
         if files:
             rows, _ = load_recipe_data(recipe, files, tokenizer)

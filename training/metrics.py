@@ -52,3 +52,9 @@ def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: fl
         **{f"slot_accuracy_{k + 1}": float(value) for k, value in enumerate(accuracy)},
         **{f"acceptance_rate_{k + 1}": float(value) for k, value in enumerate(rates)},
     }
+
+
+def figure_names(num_slots: int) -> list[str]:
+    """The names that `summarize` gives to a drafter's figures."""
+    sums = torch.zeros(6, num_slots)
+    return list(summarize(sums, gamma=0.0, alpha=0.0, temperature=1.0, num_kl_slots=0))
