@@ -6,6 +6,7 @@ Runs are made by hand as transformers' Trainer writes them; the trainer itself i
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -25,7 +26,7 @@ from transformers.utils import hub
 from hyperdflash import __main__ as cli
 from hyperdflash.generation.demo import TINY
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.training import export
+from hyperdflash.training import export, run_folder
 from hyperdflash.training import model_card as card
 from hyperdflash.training.export import export_drafter
 
@@ -36,6 +37,7 @@ CODE = {
     "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
+    "encoding_deepseek_v4.py",
     "custom_generate/generate.py",
 }
 DRAFTER = CODE | {"config.json", "model.safetensors", "README.md"}
@@ -62,8 +64,9 @@ RECIPE = {
     "init_from": "/home/somebody/runs/stage1",
     "hub_token": "hf_abcdefghijklmnopqrstuvwxyz",
     "drafter": {"block_size": 4},
+    "lr_scheduler_kwargs": {"file": "/home/somebody/other/x.json"},
 }
-COMMAND = "hyperdflash train stage2.yaml hub_token=hf_abcdefghijklmnopqrstuvwxyz seed=1\n"
+COMMAND = "hyperdflash train /home/somebody/stage2.yaml hub_token=hf_abcdefghijklmnopqrstuvwxyz seed=1\n"
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +364,52 @@ def test_the_folder_loads_alone_in_a_fresh_process_and_drafts_as_the_rounded_wei
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def snippet(folder: Path) -> str:
+    """The code of the card."""
+    (code,) = re.findall(r"```python\n(.*?)```", read_card(folder), re.DOTALL)
+    return code
+
+
+@pytest.mark.slow
+def test_the_cards_snippet_runs_in_the_folder_without_the_package(run, tmp_path):
+    """As it stands, from a string to text, in a process that does not know this package, with the target in the Hub's
+    cache under its name and commit."""
+    target = tiny_target(vocab_size=4096, eos_token_id=1, pad_token_id=2)
+    name, commit = "someone/tiny-v4", "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hf" / "hub" / "models--someone--tiny-v4"
+    target.save_pretrained(repository / "snapshots" / commit)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / "target" / file, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    drafter = trained(target, 1)
+    drafter.config.target_name_or_path, drafter.config.target_revision = name, commit
+    drafter.config.encoding = {"generation": "0731", "modes": ["thinking"]}
+    drafter.save_pretrained(tmp_path / "plain")
+    out = export_drafter(tmp_path / "plain", tmp_path / "out")
+    code = snippet(out)
+    assert 'mode="thinking", generation="0731", add_generation_prompt=True' in code
+    code = f"import sys, torch\nsys.modules['hyperdflash'] = None\ntorch.set_num_threads(1)\n{code}"
+    code += "\nassert drafter.device == target.device and output.shape[1] > len(ids)"
+    env = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip()
+
+
+def test_the_snippet_names_the_folder_of_a_local_target_and_encodes_as_in_training(target, tmp_path):
+    drafter = trained(target, 1)
+    drafter.config.target_name_or_path, drafter.config.target_revision = "tiny-v4", None
+    drafter.save_pretrained(tmp_path / "plain")
+    code = snippet(export_drafter(tmp_path / "plain", tmp_path / "out"))
+    compile(code, "the card", "exec")
+    assert 'target_name = "<the folder of tiny-v4>"\n' in code
+    assert "encode(messages, tokenizer, add_generation_prompt=True)" in code
+    assert ".to(target.device)" in code
+    assert "Tested with transformers 5.24.0" in read_card(tmp_path / "out")
+
+
 class RecordingApi(HfApi):
     """Keeps what a commit would upload."""
 
@@ -601,7 +650,7 @@ def test_no_access_token_is_published(exported):
 def test_a_file_that_is_missing_is_said_to_be_missing(run, tmp_path, gone, said):
     (run / gone).unlink()
     out = export_drafter(run, tmp_path / "out")
-    assert read_card(out).count("is missing") == 1
+    assert len(re.findall(r"is\s+missing", read_card(out))) == 1
     assert said in read_card(out)
     assert (out / "command.txt").exists() == (gone != "command.txt")
 
@@ -617,7 +666,7 @@ def test_a_drafter_of_no_run_says_that_nothing_is_known_and_shows_nothing(target
     assert '`{"generation": "preview", "modes": ["non-thinking"]}`' in text
     assert ModelCard.load(out / "README.md").data.base_model is None  # a local folder's name is no Hub id
     assert f"{drafter.num_parameters():,} parameters" in text
-    assert "|" not in text
+    assert "\n|" not in text  # no table
     assert set(files_of(out)) == DRAFTER
 
 
@@ -625,7 +674,7 @@ def test_a_run_can_be_named_for_a_folder_that_lies_elsewhere(target, run, tmp_pa
     trained(target, 1).save_pretrained(tmp_path / "plain")
     text = read_card(export_drafter(tmp_path / "plain", tmp_path / "out", run_dir=run))
     assert "| `learning_rate` | `0.0001` |" in text
-    assert "Of these weights not known: the exported folder has no `trainer_state.json`" in text
+    assert "Not known for these weights: the exported folder has no `trainer_state.json`" in text
     assert "| `eval_acceptance_length` | 2" not in text  # the run's checkpoints have figures, these weights have none
     with pytest.raises(FileNotFoundError, match="nowhere is no folder of a run"):
         export_drafter(tmp_path / "plain", tmp_path / "other", run_dir=tmp_path / "nowhere")
@@ -639,7 +688,7 @@ def test_an_unfinished_run_and_one_without_evaluation_are_called_so(run, tmp_pat
         path.write_text(json.dumps(state))
     text = read_card(export_drafter(run, tmp_path / "out"))
     assert "The run had not finished when this was exported." in text
-    assert "This run had evaluated nothing yet, or was not told to." in text
+    assert "This run had not evaluated anything yet, or was not asked to." in text
     assert "revision not recorded" in text
     assert "Evaluation data: none" in text
     assert "effort `none`" in text
@@ -657,11 +706,11 @@ def test_a_log_with_nothing_to_draw_makes_no_picture(run, tmp_path):
 
 def test_the_picture_goes_on_behind_the_checkpoint_but_not_with_another_runs_log(run):
     checkpoint = run / "checkpoint-4"
-    assert card.read_run(checkpoint, run).history == log_history(8)
+    assert run_folder.read_run(checkpoint, run).history == log_history(8)
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
     state["log_history"][0]["loss"] = 9.0
     (run / "checkpoint-8" / "trainer_state.json").write_text(json.dumps(state))
-    assert card.read_run(checkpoint, run).history == log_history(4)
+    assert run_folder.read_run(checkpoint, run).history == log_history(4)
 
 
 def test_a_long_log_with_gaps_and_nans_makes_a_small_picture(tmp_path):

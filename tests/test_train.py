@@ -32,6 +32,7 @@ from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
 from hyperdflash.training import run_folder, train
 from hyperdflash.training.arguments import RecipeError, load_recipe
+from hyperdflash.training.init import init_drafter
 from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer
@@ -650,9 +651,9 @@ def make_pointer(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "problem"),
     [
-        ("optimizer.pt", Path.unlink, r"checkpoint-6 has no the optimizer's state \(optimizer\.pt\)"),
-        ("scheduler.pt", Path.unlink, r"checkpoint-6 has no the schedule \(scheduler\.pt\)"),
-        ("rng_state.pth", Path.unlink, r"checkpoint-6 has no .*rng_state\.pth"),
+        ("optimizer.pt", Path.unlink, r"checkpoint-6 has no optimizer\.pt"),
+        ("scheduler.pt", Path.unlink, r"checkpoint-6 has no scheduler\.pt"),
+        ("rng_state.pth", Path.unlink, r"checkpoint-6 has no rng_state\.pth"),
         ("model.safetensors", Path.unlink, "checkpoint-6 has no weights"),
         ("optimizer.pt", cut, r"optimizer\.pt is damaged or cut short"),
         ("scheduler.pt", make_pointer, r"scheduler\.pt is a Git LFS pointer"),
@@ -881,6 +882,35 @@ def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path,
     shutil.rmtree(tmp_path / "run")
     result = hd("features=offline", f"features_dir={stored}")
     assert_refused(result, 1, f"target_revision.*{'c' * 40}")
+
+
+def test_a_snapshot_of_the_hubs_cache_keeps_its_name_and_commit(hd, world, tmp_path):
+    """Its folder is named for the commit, which says nothing to a reader and is no place to load from."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "hub" / "models--some-one--tiny-v4" / "snapshots" / commit
+    shutil.copytree(world.target, snapshot)
+    assert hd("max_steps=1", f"target={snapshot}").status == 0
+    made = init_drafter(snapshot, tmp_path / "new", mask_token_id=MASK)
+    for folder in (tmp_path / "run" / "final", made):
+        config = HyperDFlashConfig.from_pretrained(folder)
+        assert (config.target_name_or_path, config.target_revision) == ("some-one/tiny-v4", commit)
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "base_model: some-one/tiny-v4" in card
+    assert f'from_pretrained(target_name, revision="{commit}")' in card
+    assert "- Target: `some-one/tiny-v4`, revision" in card
+
+
+def test_what_a_run_publishes_has_no_path_of_the_machine(hd, world, trained, tmp_path):
+    options = {"init_from": str(trained / "final"), "without": ["drafter"], "eval_data": [str(world.eval_data)]}
+    assert hd("max_steps=1", f"target={world.target}", f"train_data=[{world.data}]", **options).status == 0
+    run = tmp_path / "run"
+    for file in (run / "command.txt", run / "final" / "command.txt", run / "final" / "README.md"):
+        text = file.read_text()
+        assert not re.search(r"(?<![\w.:/<])/\w+/", text), file
+        assert "train.jsonl" in text
+    assert (run / "command.txt").read_text() == (
+        "hyperdflash train recipe.yaml max_steps=1 target=target 'train_data=[train.jsonl]'\n"
+    )
 
 
 def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):

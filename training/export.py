@@ -5,9 +5,10 @@
     hyperdflash export my-drafter served --format vllm          # what vLLM loads: docs/serving.md
     hf upload someone/my-drafter my-drafter                     # everything in the folder is for the public
 
-OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, a model card with
-the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was trained on. No
-optimizer and no pickle comes along. With `--format vllm` it is the folder of `serving/vllm_format.py` instead.
+OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, the chat encoding,
+a model card with the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was
+trained on. Optimizer state and pickles are left out. With `--format vllm` it is the folder of
+`serving/vllm_format.py` instead.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..common.console import check_installed
-from ..common.files import check_output, written_whole
+from ..common.files import check_output, copy_encoding, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..serving.vllm_format import check_servable, is_served, write_vllm
 from .init import copy_custom_generate
@@ -75,6 +76,7 @@ def export_drafter(
         else:
             drafter.save_pretrained(folder)
             copy_custom_generate(folder)
+            copy_encoding(folder)
             write_card(folder, drafter.config, drafter.num_parameters(), run)
         for path in folder.rglob("*"):
             if path.is_file():

@@ -207,12 +207,12 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
     return check_checkpoint(complete[-1]) if complete else None
 
 
-# What exact resuming takes besides the state: one file of each row, by what the Trainer and accelerate call it
+# Besides the state, exact resuming needs one file of each row; the Trainer and accelerate name them differently
 CHECKPOINT_FILES = {
     "weights": ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*"),
-    "the optimizer's state (optimizer.pt)": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
-    "the schedule (scheduler.pt)": ("scheduler.pt",),
-    "the random generators' state (rng_state.pth)": ("rng_state*.pth",),
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    "scheduler.pt": ("scheduler.pt",),
+    "rng_state.pth": ("rng_state*.pth",),
 }
 
 
