@@ -192,7 +192,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_refused_by_name(target, run, 
     if damage != "no state":
         (cut / "trainer_state.json").write_text(state[: len(state) // 2] if damage == "half a state" else "{}")
     assert_holds(export_drafter(run, tmp_path / "out"), rounded(trained(target, 8)))
-    with pytest.raises(ValueError, match=r"checkpoint-12 was cut short.*Export .*run for its last whole"):
+    with pytest.raises(ValueError, match=r"checkpoint-12 was cut short.*Export .*run for its last complete"):
         export_drafter(cut, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -270,7 +270,7 @@ def test_an_adapter_is_merged_into_the_drafter_that_its_run_keeps(target, tmp_pa
     assert_holds(out, rounded(adapted.merge_and_unload()))
     assert json.loads((out / "config.json").read_text())["encoding"] == drafter.config.encoding
     (tmp_path / "moved" / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="checkpoint-4 is an adapter that does not say of which drafter"):
+    with pytest.raises(ValueError, match="checkpoint-4 is an adapter that does not name its drafter"):
         export_drafter(tmp_path / "moved", tmp_path / "other")
 
 
@@ -519,17 +519,20 @@ def leave_fsdp_shards(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (shutil.rmtree, "run is no folder"),
-        (break_weights, r"checkpoint-8/model\.safetensors is no readable safetensors"),
+        (shutil.rmtree, "run is not a folder"),
+        (break_weights, r"checkpoint-8/model\.safetensors is not a readable safetensors"),
         (
             lambda run: (run / "checkpoint-8" / "model.safetensors").unlink(),
             "checkpoint-8 holds no weights of a drafter",
         ),
-        (lambda run: write_state(run / "checkpoint-8", 8, best="checkpoint-2"), "checkpoint-2, the best .* is gone"),
-        (lambda run: [p.unlink() for p in run.glob("*/trainer_state.json")], "run has no whole checkpoint"),
+        (
+            lambda run: write_state(run / "checkpoint-8", 8, best="checkpoint-2"),
+            "checkpoint-2, the best .* is missing",
+        ),
+        (lambda run: [p.unlink() for p in run.glob("*/trainer_state.json")], "run has no complete checkpoint"),
         (
             lambda run: [shutil.rmtree(p) for p in run.glob("checkpoint-*")],
-            "run is no drafter.* it has no config.json",
+            "run is not .*drafter.* it has no config.json",
         ),
         (lambda run: (run / "run.json").write_text("{"), r"run\.json cannot be read"),
         (
@@ -537,7 +540,7 @@ def leave_fsdp_shards(run: Path) -> None:
             r"run\.json cannot be read: it lacks .*train_data",
         ),
         (lambda run: (run / "recipe.yaml").write_text("a: ["), r"recipe\.yaml cannot be read"),
-        (lambda run: (run / "recipe.yaml").write_text("text"), r"recipe\.yaml cannot be read: a mapping is expected"),
+        (lambda run: (run / "recipe.yaml").write_text("text"), r"recipe\.yaml cannot be read: expected a mapping"),
         (leave_fsdp_shards, "checkpoint-8 holds FSDP's shards.*FULL_STATE_DICT"),
     ],
 )
@@ -554,7 +557,7 @@ def test_what_cannot_be_exported_is_said_in_one_line_by_the_command(run, tmp_pat
 
 def test_another_models_folder_is_refused_by_its_type(target, tmp_path):
     target.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="target is no drafter's folder.*model_type 'deepseek_v4'"):
+    with pytest.raises(ValueError, match="target is not .*drafter.*model_type 'deepseek_v4'"):
         export_drafter(tmp_path / "target", tmp_path / "out")
 
 
@@ -676,7 +679,7 @@ def test_a_run_can_be_named_for_a_folder_that_lies_elsewhere(target, run, tmp_pa
     assert "| `learning_rate` | `0.0001` |" in text
     assert "Not known for these weights: the exported folder has no `trainer_state.json`" in text
     assert "| `eval_acceptance_length` | 2" not in text  # the run's checkpoints have figures, these weights have none
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder of a run"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder of a run"):
         export_drafter(tmp_path / "plain", tmp_path / "other", run_dir=tmp_path / "nowhere")
 
 

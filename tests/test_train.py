@@ -263,12 +263,12 @@ def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained
     assert "evaluation" not in result.out
     assert result.status == 0, result.err
     out = re.sub(" +", " ", result.out)
-    assert "steps 4 of 8 samples, 2 an epoch" in out
-    assert "tokens 445 an epoch, 890 in all" in out
+    assert "steps 4 of 8 samples, 2 per epoch" in out
+    assert "tokens 445 per epoch, 890 in total" in out
     assert len(re.findall(r"^step 1/1 ", out, re.MULTILINE)) == 1
     assert "memory" in out
     assert "disk" in out
-    assert re.search(r"^time \d+:\d\d:\d\d by", out, re.MULTILINE)
+    assert re.search(r"^time \d+:\d\d:\d\d estimated", out, re.MULTILINE)
     counts = re.search(r"drafter ([\d,]+) .*, ([\d,]+) frozen", out).groups()
     trainable, frozen = (int(count.replace(",", "")) for count in counts)
     drafter = HyperDFlashModel.from_pretrained(trained / "final")
@@ -328,10 +328,10 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["num_anchors=2.5"], {}, 2, ["num_anchors takes int; got 2.5"]),
         ([], {"bf16": "yes please"}, 2, ["bf16 takes bool; got 'yes please'"]),
         ([], {"drafter": [1]}, 2, [r"drafter takes dict; got \[1\]"]),
-        ([], {"without": ["target"]}, 2, ["says no target", "target=..."]),
-        ([], {"without": ["train_data"]}, 2, ["says no train_data"]),
-        ([], {"without": ["output_dir"]}, 2, ["says no output_dir"]),
-        (["train_data="], {}, 2, ["says no train_data"]),
+        ([], {"without": ["target"]}, 2, ["has no target", "target=..."]),
+        ([], {"without": ["train_data"]}, 2, ["has no train_data"]),
+        ([], {"without": ["output_dir"]}, 2, ["has no output_dir"]),
+        (["train_data="], {}, 2, ["has no train_data"]),
         ([], {"drafter": DRAFTER | {"num_layers": 2}}, 2, ["drafter has no option 'num_layers'; did you mean num_h"]),
         (["eval_strategy=steps"], {}, 2, ["eval_strategy steps needs eval_data"]),
         (["eval_decode_prompts=2"], {}, 2, ["eval_data, which is empty"]),
@@ -610,7 +610,7 @@ def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, wh
         changes["init_from"] = str(trained / "final")
     resume = stopped / "checkpoint-3" if changes.pop("by_path", False) else "true"
     before = tree(stopped)
-    assert_refused(hd(f"resume_from_checkpoint={resume}", **changes), 1, pattern, "init_from takes over the weights")
+    assert_refused(hd(f"resume_from_checkpoint={resume}", **changes), 1, pattern, "init_from starts a new run")
     assert tree(stopped) == before
 
 
@@ -699,7 +699,7 @@ def test_several_gpus_in_one_process_are_refused(world, monkeypatch):
     """torch's DataParallel would hand every replica the masks of the whole batch."""
     args = load_recipe(world.write_recipe(world.folder / "gpus.yaml"))
     args._n_gpu = 2
-    with pytest.raises(ValueError, match="one process for 2 GPUs: start one for each with `accelerate launch"):
+    with pytest.raises(ValueError, match="one process for 2 GPUs: start one per GPU with `accelerate launch"):
         train.make_trainer(args, None)
 
 

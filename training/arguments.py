@@ -2,8 +2,8 @@
 
     hyperdflash train training/recipes/tiny_headline.yaml learning_rate=1e-3      # key=value overrides the file
 
-Every key is a field of [`HyperDFlashTrainingArguments`], so all that transformers' `TrainingArguments` knows can be
-set. An unknown key stops with a suggestion.
+Every key is a field of [`HyperDFlashTrainingArguments`], so every field of transformers' `TrainingArguments` can
+be set. An unknown key stops with a suggestion.
 """
 
 import difflib
@@ -47,7 +47,7 @@ NOT_NEGATIVE = (
 
 
 class RecipeError(UsageError):
-    """A recipe that cannot be run as it is written."""
+    """A recipe that cannot be run as written."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         train_data (`list[str]`), eval_data (`list[str]`, *optional*):
             Files, globs or Hub data sets; see `training/data.py`.
         mode, effort, generation (`str`):
-            Of the chat encoding, for rows that do not say their own.
+            Of the chat encoding, for rows that do not set their own.
         max_length (`int`, *optional*, defaults to 3072):
             Tokens of a sample; longer ones are cut.
         skip_bad_rows (`bool`, *optional*, defaults to `False`):
@@ -75,7 +75,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             `"online"`: the target runs in every step. `"offline"`: its residuals come from `features_dir`, written by
             `hyperdflash features`.
         num_anchors (`int`, *optional*, defaults to 512):
-            Blocks drawn from every sample, anew at every step.
+            Blocks drawn from every sample, again at every step.
         gamma (`float`, *optional*, defaults to 4.0):
             Slot k has the weight `exp(-(k - 1) / gamma)` in the cross-entropy; 0 weighs all alike.
         kl_alpha (`float`, defaults to 0.15), kl_num_slots (`int`, defaults to 2), kl_temperature (`float`, 1.0):
@@ -92,7 +92,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         eval_decode_max_new_tokens (`int`, *optional*, defaults to 128):
             Length of each.
         resume_from_checkpoint (`bool` or `str`, *optional*):
-            True goes on with the last complete checkpoint of `output_dir`, from the start where there is none.
+            True resumes from the last complete checkpoint of `output_dir`, or starts where there is none.
     """
 
     target: str | None = None
@@ -132,12 +132,12 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = False
     fsdp: bool | str | None = None
-    ddp_find_unused_parameters: bool | None = False  # there are none
-    use_cache: bool = True  # of the model's config, which is published as it is
+    ddp_find_unused_parameters: bool | None = False  # every parameter is used
+    use_cache: bool = True  # is written into the published config
 
     def __post_init__(self):
         self._check()
-        if self.disable_tqdm is None:
+        if self.disable_tqdm is None:  # a bar for a terminal, plain lines for a log file
             self.disable_tqdm = not sys.stderr.isatty()
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             # The library takes every name but those ending in "loss" for one of which more is better
@@ -146,6 +146,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             super().__post_init__()
         except TypeError as error:  # an unknown name among a mapping's
             raise RecipeError(f"accelerator_config: {error}") from error
+        # Both change which process gets which sample; the order of epochs is ours (EpochSampler)
         if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
             raise RecipeError(
                 "accelerator_config: split_batches and dispatch_batches are not supported; leave them out"
@@ -194,14 +195,14 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
             self.lora = _cast_options("lora", self.lora, typing.get_type_hints(LoraConfig))
         if self.init_from and self.drafter:
-            raise RecipeError("init_from brings the drafter's sizes: leave out `drafter`")
+            raise RecipeError("init_from determines the drafter's sizes: leave out `drafter`")
         if self.lora is not None and not self.init_from:
             raise RecipeError("lora adapts a trained drafter: give it in init_from")
         if self.init_from and isinstance(self.resume_from_checkpoint, str):
             raise RecipeError(
                 f"resume_from_checkpoint={self.resume_from_checkpoint!r} restores optimizer, schedule and step of "
                 f"that run, init_from={self.init_from!r} starts a new one from weights: give one of them "
-                "(resume_from_checkpoint=true goes on with this run's own checkpoints)"
+                "(resume_from_checkpoint=true resumes from this run's own checkpoints)"
             )
 
 
@@ -227,7 +228,7 @@ def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
         values[name] = _cast(name, _from_text(name, text), hints[name])
     for required in ("target", "train_data", "output_dir"):
         if not values.get(required):
-            raise RecipeError(f"{path} says no {required}: add it there, or {required}=... to the command")
+            raise RecipeError(f"{path} has no {required}: add it there, or {required}=... to the command")
     return values
 
 
@@ -274,6 +275,7 @@ def _suggestion(name: str, known) -> str:
 
 
 def _hints() -> dict:
+    # `get_type_hints` resolves the text of annotations; fields without `init` are not settings
     settable = {f.name for f in fields(HyperDFlashTrainingArguments) if f.init}
     return {
         name: hint for name, hint in typing.get_type_hints(HyperDFlashTrainingArguments).items() if name in settable
@@ -333,6 +335,7 @@ def _cast(name: str, value, hint):
         raise RecipeError(f"{name} must be a finite number; got {value}")
     if isinstance(value, float) and float not in kinds and int in kinds and value.is_integer():
         value = int(value)
+    # `type`, as a truth value is an int too
     if type(value) is int and float in kinds and int not in kinds:
         value = float(value)
     known = {bool, int, float, str, list, dict, type(None)}

@@ -1,10 +1,10 @@
-"""The model card of a trained drafter, and its pictures: written from the files of its run, and from nothing else.
+"""The model card of a trained drafter, and its picture: written from the files of its run alone.
 
     hyperdflash export run my-drafter    # writes my-drafter/README.md and my-drafter/training.png with the weights
 
 A run's folder holds `run.json` (target, data, versions), `recipe.yaml` (settings),
-`command.txt`, and in every checkpoint transformers' `trainer_state.json` (the log). What is not there is said to be
-missing. Nothing here reads weights.
+`command.txt`, and in every checkpoint transformers' `trainer_state.json` (the log). The card says which of them are
+missing. `templates/model_card.md` has its text. Nothing here reads weights.
 """
 
 import json
@@ -24,7 +24,7 @@ PICTURE_FILE = "training.png"
 TAGS = ["speculative-decoding", "deepseek-v4", "dflash", "hyperdflash"]
 
 
-# Where a run happened and what it was called: no setting that another run would repeat, and no business of a reader's.
+# Settings that only say where a run happened and what it was called; the table of settings leaves them out.
 PLACES = (
     "eval_data",
     "features_dir",
@@ -49,7 +49,7 @@ LABELS = {
         "eval_acceptance_length": "real decoding",
     },
 }
-# Told apart by colour-blind eyes; slots from dark to light.
+# A palette for colour-blind readers; slots from dark to light.
 COLORS = {
     "loss": "#0072b2",
     "ce": "#56b4e9",
@@ -68,9 +68,9 @@ MEANINGS = {
     "eval_loss": "cross-entropy + alpha x KL, evaluation data",
     "eval_ce": "weighted cross-entropy of the slots against the text, nats",
     "eval_kl": "KL divergence from the target's distribution on the first slots, nats",
-    "eval_expected_acceptance_length": "1 + the rates in the table's last row: tokens a round, the target's own "
-    "included, if the target said what the evaluation data says. Fixed anchors, no decoding",
-    "eval_acceptance_length": "real greedy decoding{prompts}: tokens a round, the target's own included (tau)",
+    "eval_expected_acceptance_length": "1 + the rates in the table's last row: tokens per round, the target's own "
+    "included, if the target wrote exactly the evaluation data. Fixed anchors, no decoding",
+    "eval_acceptance_length": "real greedy decoding{prompts}: tokens per round, the target's own included (tau)",
 }
 
 
@@ -132,7 +132,7 @@ def _use(config: HyperDFlashConfig) -> dict:
         "target_name": target if _is_hub_id(config) else f"<the folder of {target}>",
         "revision": f', revision="{config.target_revision}"' if config.target_revision else "",
         "encoding": options,
-        "encoding_note": f" Its configuration says the encoding `{json.dumps(encoding)}`." if encoding else "",
+        "encoding_note": f" Its configuration records the encoding `{json.dumps(encoding)}`." if encoding else "",
     }
 
 
@@ -160,6 +160,7 @@ def _figures(run: Run) -> dict:
     log = run.state["log_history"] if run.state else []
     evaluation = next((entry for entry in reversed(log) if "eval_loss" in entry), {})
     loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
+    # The figures of these weights: the last logged loss, then the last evaluation
     found = evaluation if loss is None else {"loss": loss, **evaluation}
     num_prompts = (run.recipe or {}).get("eval_decode_prompts")
     prompts = f" of {num_prompts} prompts of the evaluation data" if num_prompts else ""
@@ -189,6 +190,7 @@ def _progress(run: Run) -> list[str]:
         state, name = run.state, f"checkpoint-{run.state['global_step']}"
         steps = f" of {state['max_steps']}" if state.get("max_steps") else ""
         epochs = f", {state['epoch']:.4g} epochs" if state.get("epoch") is not None else ""
+        # By name: the run may have been moved since
         best = Path(state.get("best_model_checkpoint") or "").name == name
         metric = (run.recipe or {}).get("metric_for_best_model")
         by = f"; the run's best by `{metric}`" if metric else "; the run's best"
@@ -203,7 +205,7 @@ def _progress(run: Run) -> list[str]:
 
 
 def _settings(run: Run) -> list[tuple[str, str]]:
-    """Rows of the table of settings, without those that only say where the run happened."""
+    """Rows of the table of settings."""
     settings = {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in (run.recipe or {}).items()
@@ -260,6 +262,7 @@ def _slot(name: str) -> int:
 
 def _series(history: list[dict], name: str) -> tuple[list, list]:
     """Steps and values of one figure; of a long run, the means of `MAX_POINTS` equal stretches."""
+    # matplotlib would break a line at a NaN, and a picture of 20,000 points is large
     points = [(entry["step"], entry[name]) for entry in history if name in entry and math.isfinite(entry[name])]
     stretch = max(1, -(-len(points) // MAX_POINTS))
     means = [

@@ -42,7 +42,7 @@ FACTS = (
     "versions",
     "finished",
 )
-# Settings that a run cannot change on the way, and those that it can, with a warning.
+# A run cannot change these settings when it is resumed; it can change those of RUN_LENGTH, with a warning.
 FIXED = (
     *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
     *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
@@ -52,17 +52,17 @@ FIXED = (
     *("bf16", "fp16"),
 )
 RUN_LENGTH = ("num_train_epochs", "max_steps")
-# Settings that the card shows even where they are the defaults.
+# The card shows these settings even where they are the defaults.
 SHOWN = (
     *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
 )
-BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
+BASE_FOLDER = "base"  # the drafter that a run's adapter belongs to
 
 
 @dataclass
 class Run:
-    """What the files of a run say; None, or empty, for a file that is not there.
+    """The content of a run's files; None, or empty, for a file that does not exist.
 
     Attributes:
         facts (`dict`, *optional*): `run.json`.
@@ -81,12 +81,12 @@ class Run:
     adapter: bool = False
 
     def is_known(self) -> bool:
-        """Whether anything at all is known of the training."""
+        """Whether anything is known about the training."""
         return any(part is not None for part in (self.facts, self.recipe, self.command, self.state))
 
 
 def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
-    """Read what is there of a checkpoint's run. Raises `ValueError` for a file that cannot be parsed, naming it."""
+    """Read the files of a checkpoint's run that exist. Raises `ValueError` naming a file that cannot be parsed."""
     state = read_state(checkpoint)
     own = state["log_history"] if state else []
     folders = [run_dir, *list_checkpoints(run_dir)] if run_dir is not None else []
@@ -122,13 +122,13 @@ def without_folders(text: str) -> str:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """A run's checkpoints by step, whole or not."""
+    """A run's checkpoints by step, complete or not."""
     folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(folders, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
 def read_state(folder: Path) -> dict | None:
-    """A folder's `trainer_state.json`; None where there is none, or one cut short: the Trainer writes it last."""
+    """A folder's `trainer_state.json`; None where it is missing or cut short: the Trainer writes it last."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -149,12 +149,12 @@ def _read(path: Path, parse):
 
 
 def _mapping(parse, *required: str):
-    """`parse`, held to a mapping with these keys."""
+    """`parse`, for a mapping that must have these keys."""
 
     def parse_mapping(text: str) -> dict:
         values = parse(text)
         if not isinstance(values, dict):
-            raise ValueError(f"a mapping is expected, not {type(values).__name__}")
+            raise ValueError(f"expected a mapping, got {type(values).__name__}")
         if lacking := [name for name in required if name not in values]:
             raise ValueError(f"it lacks {', '.join(lacking)}")
         return values
@@ -200,7 +200,7 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
     # The state is written last: a folder without one was cut short, and nothing can be resumed from it
     if args.should_save:
         for folder in set(list_checkpoints(output)) - set(complete):
-            logger.warning(f"{folder} was not written to its end: removed")
+            logger.warning(f"{folder} was not written completely: removed")
             shutil.rmtree(folder)
     if not complete:
         logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
@@ -267,7 +267,7 @@ def find_damage(path: Path) -> str | None:
 
 
 def check_unchanged(run_dir: Path, facts: dict) -> None:
-    """Raises `ValueError` where a run was made of something else; warns where it is only to go on differently."""
+    """Raises `ValueError` where the run was made with other settings; warns where only its length changes."""
     recorded = run_dir / RUN_FILE
     if not recorded.is_file():
         return
@@ -276,8 +276,8 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
         # Runs of earlier versions recorded fewer settings
         if name in before["fixed"] and (old := before["fixed"][name]) != value:
             raise ValueError(
-                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
-                "choose another output_dir (init_from takes over the weights)"
+                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it; "
+                "choose another output_dir (init_from starts a new run from the weights)"
             )
     for name, value in facts["length"].items():
         if (old := before["length"].get(name)) != value:
@@ -285,7 +285,7 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
 
 
 def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
-    """What the card and a later resume need to know."""
+    """Facts for the card and for a later resume."""
     return {
         "target": drafter.config.target_name_or_path,
         "target_revision": drafter.config.target_revision,
@@ -301,7 +301,7 @@ def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetH
         "block_size": drafter.config.block_size,
         "init_from": lineage(args.init_from),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
+        "fixed": {  # a resumed run must have the same, or its checkpoints would be those of another run
             "target": head.sha256,
             "init_from": args.init_from,
             "drafter": args.drafter,
@@ -316,7 +316,7 @@ def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetH
 
 
 def lineage(init_from: str | None) -> dict | None:
-    """What is known of the run whose weights this one starts from: its data and size."""
+    """What is known about the run whose weights this one starts from: its data and their size."""
     if init_from is None:
         return None
     recorded = Path(init_from).parent / RUN_FILE

@@ -54,16 +54,16 @@ from .trainer import HyperDFlashTrainer, Stopwatch
 logger = logging.get_logger(__name__)
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FINAL = "final"  # of a run's folder: what is published
+FINAL = "final"  # the sub-folder that is published
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass
 class Parts:
-    """Everything that a trainer is made of, and the facts about the run for its card."""
+    """Everything a trainer needs, and the facts about the run for its card."""
 
     drafter: HyperDFlashModel
-    model: torch.nn.Module  # what is trained: the drafter, or a copy of it with adapters
+    model: torch.nn.Module  # trained: the drafter, or a copy of it with adapters
     features: OnlineFeatures | OfflineFeatures
     target: DeepseekV4ForCausalLM | None
     train_dataset: SampleDataset
@@ -74,7 +74,7 @@ class Parts:
 def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = False) -> Path | None:
     """Run a recipe's values; returns the Hub folder, or None after a dry run.
 
-    Raises `RecipeError`, `ValueError` and `OSError` before any work where something is wrong with what it was given.
+    Raises `RecipeError`, `ValueError` or `OSError` for wrong input, before any work.
     """
     args = HyperDFlashTrainingArguments(**values)
     check_run_folder(args, dry_run)
@@ -102,7 +102,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     if args.should_save:
         parts.facts["finished"] = True
         write_facts(output, parts.facts)
-        # Resumed from another folder's last checkpoint, a run has none of its own
+        # A run resumed from another folder's last checkpoint has none in its own
         export_drafter(output if list_checkpoints(output) else checkpoint, final, run_dir=output, overwrite=True)
         print(f"{final}: ready for `hf upload`")
         if push:
@@ -111,12 +111,18 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     return final
 
 
-def run_steps(trainer: HyperDFlashTrainer, args, parts: Parts, checkpoint: Path | None, profile: bool) -> None:
-    """Train from the checkpoint, or from the beginning, to the run's last step; what is finished is left alone."""
+def run_steps(
+    trainer: HyperDFlashTrainer,
+    args: HyperDFlashTrainingArguments,
+    parts: Parts,
+    checkpoint: Path | None,
+    profile: bool,
+) -> None:
+    """Train from the checkpoint, or from the beginning, to the run's last step. A finished run stays as it is."""
     *_, num_steps = steps_of(args, len(parts.train_dataset))
     if checkpoint is not None:
         step = read_state(checkpoint)["global_step"]
-        # The library would take one more step, with the learning rate of none
+        # The library would take one more step, past the end of the schedule
         if step >= num_steps:
             if args.should_log:
                 print(f"{checkpoint} is at step {step} of {num_steps}: nothing is left to train", flush=True)
@@ -144,7 +150,7 @@ def run_steps(trainer: HyperDFlashTrainer, args, parts: Parts, checkpoint: Path 
 
 
 def prepare(args: HyperDFlashTrainingArguments) -> Parts:
-    """Load data, target or features, and the drafter; every check that needs no training step is made here."""
+    """Load data, target or features, and the drafter, after every check that needs no training step."""
     revision = args.target_revision = resolve_revision(args.target, args.target_revision)
     if args.init_from:
         check_drafter_type(args.init_from)
@@ -184,7 +190,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
 
 
 def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
-    """Rows and what was left out of them, said once; the first process reads, the others take its cache."""
+    """Rows and a report of those left out, printed once. The first process encodes, the others read its cache."""
     with args.main_process_first(desc="data"):
         rows, report = load_recipe_data(args, files, tokenizer)
     if args.should_log:
@@ -237,8 +243,8 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead, config: H
     return drafter
 
 
-def check_drafter(config, head: TargetHead, name: str) -> None:
-    """Raises `ValueError` for a drafter of other shapes than the target's; says where its target had other weights."""
+def check_drafter(config: HyperDFlashConfig, head: TargetHead, name: str) -> None:
+    """Raises `ValueError` for shapes that differ from the target's; warns of a target with other weights."""
     check_shapes(config, head.config)
     for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
         logger.warning(f"init_from {name} was trained for other weights: {line}")
@@ -258,10 +264,10 @@ def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0):
 
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
-    """Raises `ValueError` for processes and shards that the trainer cannot work with."""
+    """Raises `ValueError` for a number of processes, or a kind of shards, that the trainer cannot work with."""
     if args.n_gpu > 1:
         raise ValueError(
-            f"one process for {args.n_gpu} GPUs: start one for each with `accelerate launch -m hyperdflash train ...`,"
+            f"one process for {args.n_gpu} GPUs: start one per GPU with `accelerate launch -m hyperdflash train ...`,"
             " or choose one with CUDA_VISIBLE_DEVICES"
         )
     trainer = HyperDFlashTrainer(
@@ -272,7 +278,7 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
         eval_dataset=parts.eval_dataset,
         target=parts.target,
     )
-    if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate leaves it out without a word
+    if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate ignores it silently
         raise ValueError("fsdp needs accelerators and a launcher (accelerate launch, torchrun): leave it out")
     if trainer.is_fsdp_enabled:
         shards = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
@@ -285,7 +291,7 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
 
 
 def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> None:
-    """Upload the result to `hub_model_id`, by default the output folder's name."""
+    """Upload the result to `hub_model_id`, by default named like the output folder."""
     repo = api.create_repo(
         args.hub_model_id or Path(args.output_dir).resolve().name, private=args.hub_private_repo, exist_ok=True
     )
@@ -294,7 +300,7 @@ def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> Non
 
 
 def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
-    """The first step of a run, in a folder that is gone afterwards, and what it says about the others."""
+    """Take a run's first step in a temporary folder, and print an estimate for the others."""
     *_, num_steps = steps_of(args, len(parts.train_dataset))
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir, args.max_steps = folder, 1
@@ -306,7 +312,7 @@ def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         trainer.train()
     if args.should_log:
         seconds = int(trainer.stopwatch.seconds["step"] * num_steps)
-        print(f"time      {timedelta(seconds=seconds)} by this first step, which is the slowest")
+        print(f"time      {timedelta(seconds=seconds)} estimated from this first step, which is the slowest")
         if args.device.type == "cuda":
             print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
 

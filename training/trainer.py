@@ -1,8 +1,8 @@
 """HyperDFlashTrainer: transformers' `Trainer` with the drafter's loss.
 
-What the library cannot know is done here: denominators are counted over the whole accumulation window and all
-processes before its first forward, so gradients do not depend on how a batch is cut; anchors come from seed, step and
-sample, so a resumed run draws what the uninterrupted one would have.
+This file adds what the library cannot know. Denominators are counted over the whole accumulation window and all
+processes before its first forward, so gradients do not depend on how a batch is split. Anchors come from seed, step
+and sample, so a resumed run draws what the uninterrupted one would have drawn.
 
 Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden.
 """
@@ -34,7 +34,7 @@ from .target import Features
 logger = logging.get_logger(__name__)
 
 _BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")
-EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
+EVALUATION_STEP = -1  # every evaluation draws the anchors of this step, so they are always the same
 
 
 class EpochTrainer(Trainer):
@@ -106,7 +106,7 @@ class HyperDFlashTrainer(EpochTrainer):
 
     @property
     def _drafter(self):
-        """The drafter itself, without the wrappers of compilation, processes and peft."""
+        """The drafter without the wrappers of torch.compile, DDP or FSDP, and peft."""
         model = self.accelerator.unwrap_model(self.model)
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
@@ -183,7 +183,7 @@ class HyperDFlashTrainer(EpochTrainer):
             if "confidence_logits" in slots:
                 counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
                 confidence = confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
-                loss = loss + (confidence - confidence.detach())  # a gradient, and no part of what is reported
+                loss = loss + (confidence - confidence.detach())  # adds a gradient, but nothing to the reported loss
         if not torch.isfinite(loss):
             raise ValueError(
                 f"the loss is {float(loss)} at step {self.state.global_step}, samples "
@@ -275,7 +275,7 @@ class HyperDFlashTrainer(EpochTrainer):
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
         """Sums `(B, 6 * S)` at fixed anchors in place of the library's logits and labels, and no loss: the library
-        would average batches, the sums give the exact one."""
+        would average over batches, the sums give the exact value."""
         inputs = self._prepare_inputs(self._add_blocks(inputs, EVALUATION_STEP))
         with torch.no_grad(), self.compute_loss_context_manager():
             _, sums = self.compute_loss(model, inputs, return_outputs=True)
@@ -286,19 +286,20 @@ class HyperDFlashTrainer(EpochTrainer):
         return self._summarize(sums.view(6, -1))
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As in transformers, with real decoding where it is asked for."""
+        """As in transformers, with real decoding where `eval_decode_prompts` asks for it."""
         start = time.perf_counter()
-        # A data loader draws a seed from the global generator: dropout would depend on when was evaluated
+        # The data loader draws a seed from the global generator: without this, an evaluation would change the
+        # dropout of all steps after it
         device = self.args.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
             if self.args.eval_decode_prompts:
                 output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
-        self._window_start += time.perf_counter() - start  # no training happened meanwhile
+        self._window_start += time.perf_counter() - start  # evaluation time is not training time
         return output
 
     def _decode(self) -> float:
-        """Acceptance length of really decoding `eval_decode_prompts` prompts, greedily, pooled over rounds."""
+        """Acceptance length over all rounds of greedy decoding of `eval_decode_prompts` prompts."""
         result = torch.zeros(1, dtype=torch.float64, device=self.args.device)
         if self.is_world_process_zero():
             args, rows = self.args, self.eval_dataset.rows
@@ -308,7 +309,7 @@ class HyperDFlashTrainer(EpochTrainer):
         return float(self.accelerator.reduce(result, "sum"))
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Raises `OSError` for a full disk, whichever library says so; the remains are removed."""
+        """Raises `OSError` for a full disk, whichever library reports it. A partial checkpoint is removed."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
@@ -321,7 +322,7 @@ class HyperDFlashTrainer(EpochTrainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             for file in Path(output_dir or self.args.output_dir).glob("*.safetensors"):
-                file.chmod(0o644)  # safetensors makes them readable by their owner alone
+                file.chmod(0o644)  # safetensors makes them readable only for their owner
 
 
 def spaced_prompts(rows, num_prompts: int) -> list[list[int]]:
@@ -332,7 +333,7 @@ def spaced_prompts(rows, num_prompts: int) -> list[list[int]]:
 
 @torch.no_grad()
 def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: int, max_new_tokens: int) -> float:
-    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round.
+    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts per round.
 
     The drafter is left as it was: in training mode, with accelerate's forward and its own attention.
     """
@@ -354,7 +355,7 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: in
 
 
 class Stopwatch:
-    """Seconds by part of a step; nested parts count for both."""
+    """Seconds spent in each part of a step; nested parts count for both."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, {}
