@@ -919,6 +919,7 @@ def test_a_snapshot_of_the_hubs_cache_keeps_its_name_and_commit(hd, world, tmp_p
     shutil.copytree(world.target, snapshot)
     assert hd("max_steps=1", f"target={snapshot}").status == 0
     made = init_drafter(snapshot, tmp_path / "new", mask_token_id=MASK)
+    assert (made / "encoding_deepseek_v4.py").read_bytes() == (ROOT / "encoding_deepseek_v4.py").read_bytes()
     for folder in (tmp_path / "run" / "final", made):
         config = HyperDFlashConfig.from_pretrained(folder)
         assert (config.target_name_or_path, config.target_revision) == ("some-one/tiny-v4", commit)

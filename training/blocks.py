@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PreTrainedConfig
 
 
 @dataclass
@@ -111,7 +112,7 @@ def previous_ids(blocks: Blocks) -> torch.LongTensor:
 
 
 def attention_masks(
-    anchors: torch.LongTensor, length: int, config, dtype: torch.dtype = torch.float32
+    anchors: torch.LongTensor, length: int, config: PreTrainedConfig, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor | BlockMask]:
     """The mask of every layer type of a drafter: a slot sees the context strictly before its block's anchor (within
     the window of a sliding layer) and its own block; never another block.
@@ -130,7 +131,15 @@ def attention_masks(
     }
 
 
-def _visible(anchor, query_position, query_block, key, length: int, block_size: int, window: int | None):
+def _visible(
+    anchor: torch.Tensor,
+    query_position: torch.Tensor,
+    query_block: torch.Tensor,
+    key: torch.Tensor,
+    length: int,
+    block_size: int,
+    window: int | None,
+) -> torch.Tensor:
     """The rule, for tensors that broadcast; `anchor` is -1 for a block that does not exist."""
     context = (key < length) & (key < anchor)
     if window is not None:
@@ -138,7 +147,9 @@ def _visible(anchor, query_position, query_block, key, length: int, block_size: 
     return context | ((key >= length) & ((key - length) // block_size == query_block))
 
 
-def _dense_mask(anchors, length, block_size, window, dtype) -> torch.Tensor:
+def _dense_mask(
+    anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
     A = anchors.shape[1]
     query = torch.arange(A * block_size, device=anchors.device)
     anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # (B, A*K, 1)
@@ -149,7 +160,9 @@ def _dense_mask(anchors, length, block_size, window, dtype) -> torch.Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def _block_mask(anchors, length, block_size, window, dtype) -> BlockMask:
+def _block_mask(
+    anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> BlockMask:
     B, A = anchors.shape
 
     def visible(b, h, query, key):

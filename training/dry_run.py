@@ -2,6 +2,8 @@
 
 import math
 
+from torch import nn
+
 from .arguments import HyperDFlashTrainingArguments
 from .feature_store import token_shapes
 
@@ -57,7 +59,7 @@ def memory(args: HyperDFlashTrainingArguments, parts) -> dict[str, int]:
     return sizes
 
 
-def count_parameters(model) -> tuple[int, int]:
+def count_parameters(model: nn.Module) -> tuple[int, int]:
     """Trainable and frozen parameters."""
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return trainable, sum(p.numel() for p in model.parameters()) - trainable

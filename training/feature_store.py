@@ -137,7 +137,16 @@ class FeatureWriter:
     `OSError` for a path that cannot be written or when the disk is too small.
     """
 
-    def __init__(self, folder, settings, config, *, lengths, split="train", shard_bytes=SHARD_BYTES):
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: dict,
+        config: HyperDFlashConfig,
+        *,
+        lengths: Sequence[int],
+        split: str = "train",
+        shard_bytes: int = SHARD_BYTES,
+    ):
         self.root, self.folder = Path(folder).expanduser(), Path(folder).expanduser() / split
         if settings["dtype"] not in DTYPES:
             raise ValueError(f"dtype of features is one of {', '.join(DTYPES)}; got {settings['dtype']!r}")
@@ -156,7 +165,7 @@ class FeatureWriter:
             self.num_bytes += 2 * config.vocab_size * config.target_hidden_size * 2
         self._check_space()
 
-    def _manifest(self, settings, config, shard_bytes) -> Manifest:
+    def _manifest(self, settings: dict, config: HyperDFlashConfig, shard_bytes: int) -> Manifest:
         new = Manifest(settings, token_shapes(config), len(self.lengths), sum(self.lengths), shard_bytes)
         if not (self.folder / MANIFEST).exists():
             return new
@@ -453,7 +462,7 @@ def _shard_mark(manifest: Manifest, first_sample: int) -> str:
 
 
 @contextmanager
-def open_shard(folder: Path, shard: dict, manifest: Manifest):
+def open_shard(folder: Path, shard: dict, manifest: Manifest) -> Iterator[safe_open]:
     """The shard as `safe_open` gives it; `ValueError` for one that cannot be read, or is of another run or place."""
     path = folder / shard["file"]
     try:

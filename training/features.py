@@ -14,11 +14,12 @@ import argparse
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from ..common.checkpoint import TargetCheckpoint, load_target, recorded_name, resolve_revision
 from ..common.console import progress_is_hidden
@@ -30,11 +31,18 @@ from .init import drafter_config
 from .target import OnlineFeatures
 from .vllm_features import adopt_shards, check_source, read_head, write_plan
 
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
+
 BATCH_TOKENS = 8192  # of one target forward, padding included
 
 
 def feature_settings(
-    args: HyperDFlashTrainingArguments, rows, tokenizer, config: HyperDFlashConfig, split: str = "train"
+    args: HyperDFlashTrainingArguments,
+    rows: "datasets.Dataset",
+    tokenizer: PreTrainedTokenizerBase,
+    config: HyperDFlashConfig,
+    split: str = "train",
 ) -> dict:
     """Everything the features of a run depend on, as the flat dict that a features folder records.
 
@@ -76,7 +84,9 @@ def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig
     return config
 
 
-def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS) -> None:
+def extract(
+    features: OnlineFeatures, rows: "datasets.Dataset", writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS
+) -> None:
     """Run the target over the rows that the writer misses; `writer.start` was called.
 
     Args:

@@ -98,7 +98,9 @@ def drafter_loss(
         return LossOutput(*_HeadLoss.apply(hidden, markov_states, markov_w2, fixed))
 
 
-def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count) -> torch.Tensor:
+def confidence_loss(
+    logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count: torch.Tensor | int
+) -> torch.Tensor:
     """Binary cross-entropy of the estimated acceptances, greedy and sampled, each over the slots that it would reach.
 
     A greedy draft is accepted where it is the label, a sampled one with the probability `overlap`.
@@ -144,7 +146,7 @@ class _HeadLoss(torch.autograd.Function):
         markov_states: torch.Tensor | None,  # (N, S, R)
         markov_w2: torch.Tensor | None,  # (V, R)
         fixed: _Fixed,
-    ):
+    ) -> tuple[torch.Tensor | None, ...]:
         labels, lm_head, temperature = fixed.labels, fixed.lm_head, fixed.temperature
         (N, S), P = labels.shape, fixed.teacher_hidden.shape[1]
         ce, kl = fixed.ce_scale.new_zeros(N, S), fixed.ce_scale.new_zeros(N, P)
@@ -199,7 +201,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
         return *grads, None
 

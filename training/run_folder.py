@@ -12,6 +12,7 @@ import zipfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,9 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from .arguments import HyperDFlashTrainingArguments, RecipeError
 from .data import DataReport
 from .target import TargetHead
+
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 logger = logging.get_logger(__name__)
 
@@ -284,7 +288,15 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
             logger.warning(f"{run_dir} resumes with {name} {value!r} instead of {old!r}: the learning rate follows")
 
 
-def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
+def run_facts(
+    args: HyperDFlashTrainingArguments,
+    rows: "datasets.Dataset",
+    report: DataReport,
+    eval_files: list[dict],
+    drafter: HyperDFlashModel,
+    head: TargetHead,
+    data_sha256: str,
+) -> dict:
     """Facts for the card and for a later resume."""
     return {
         "target": drafter.config.target_name_or_path,
@@ -324,7 +336,14 @@ def lineage(init_from: str | None) -> dict | None:
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 
 
-def write_run_files(output: Path, args, values: dict, command: str, facts: dict, drafter: HyperDFlashModel) -> None:
+def write_run_files(
+    output: Path,
+    args: HyperDFlashTrainingArguments,
+    values: dict,
+    command: str,
+    facts: dict,
+    drafter: HyperDFlashModel,
+) -> None:
     """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
     output.mkdir(parents=True, exist_ok=True)
     command = public_command(command)

@@ -112,7 +112,7 @@ class TargetHead:
             "embed.weight": self.embedding[fingerprint_rows(len(self.embedding)).to(self.embedding.device)],
         }
 
-    def to(self, device) -> "TargetHead":
+    def to(self, device: torch.device | str) -> "TargetHead":
         """A copy on one device; the target's own tensors stay where they are."""
         return TargetHead(self.config, {name: tensor.to(device) for name, tensor in self.tensors.items()})
 

@@ -17,10 +17,11 @@ import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer, DeepseekV4ForCausalLM, get_scheduler
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM, PreTrainedTokenizerBase, get_scheduler
 from transformers.utils import logging
 
 from ..common.checkpoint import check_drafter_type, load_target, resolve_revision
@@ -29,7 +30,7 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
-from .data import hash_data, load_recipe_data
+from .data import DataReport, hash_data, load_recipe_data
 from .dataset import SampleDataset
 from .dry_run import count_parameters, print_plan, print_profile, steps_of
 from .export import export_drafter
@@ -50,6 +51,10 @@ from .run_folder import (
 )
 from .target import OnlineFeatures, TargetHead
 from .trainer import HyperDFlashTrainer, Stopwatch
+
+if TYPE_CHECKING:
+    import datasets
+    from peft import PeftModel
 
 logger = logging.get_logger(__name__)
 
@@ -189,7 +194,9 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     )
 
 
-def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
+def load_rows(
+    args: HyperDFlashTrainingArguments, files: list[str], tokenizer: PreTrainedTokenizerBase
+) -> "tuple[datasets.Dataset, DataReport]":
     """Rows and a report of those left out, printed once. The first process encodes, the others read its cache."""
     with args.main_process_first(desc="data"):
         rows, report = load_recipe_data(args, files, tokenizer)
@@ -250,7 +257,7 @@ def check_drafter(config: HyperDFlashConfig, head: TargetHead, name: str) -> Non
         logger.warning(f"init_from {name} was trained for other weights: {line}")
 
 
-def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0):
+def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftModel":
     """The drafter with low-rank adapters on its projections; reducer, gate and heads are trained whole."""
     check_installed("peft", "lora")
     from peft import LoraConfig, get_peft_model

@@ -11,6 +11,7 @@ missing is planned again.
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..pairing_hyperdflash import target_fingerprint
 from .feature_store import FeatureWriter, is_finite, open_shard
 from .target import TargetHead
+
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 PLAN, FORMAT = "vllm-plan.jsonl", "hyperdflash-vllm-plan-1"  # as in hyperdflash_vllm/features.py
 
@@ -54,7 +58,7 @@ def check_source(config: HyperDFlashConfig) -> None:
         )
 
 
-def write_plan(writer: FeatureWriter, rows, head: TargetHead, target: str) -> Path:
+def write_plan(writer: FeatureWriter, rows: "datasets.Dataset", head: TargetHead, target: str) -> Path:
     """Write down what vLLM is to compute, and return the file; `writer.start` was called.
 
     Args:
