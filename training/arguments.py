@@ -136,7 +136,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     use_cache: bool = True  # is written into the published config
 
     def __post_init__(self):
-        self._check()
+        self._check_values()
+        self._cast_mappings()
+        self._check_together()
         if self.disable_tqdm is None:  # a bar for a terminal, plain lines for a log file
             self.disable_tqdm = not sys.stderr.isatty()
         if self.greater_is_better is None and self.metric_for_best_model is not None:
@@ -144,7 +146,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "ce", "kl"))
         try:
             super().__post_init__()
-        except TypeError as error:  # an unknown name among a mapping's
+        except TypeError as error:
+            if not self.accelerator_config:
+                raise
             raise RecipeError(f"accelerator_config: {error}") from error
         # Both change which process gets which sample; the order of epochs is ours (EpochSampler)
         if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
@@ -152,7 +156,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
                 "accelerator_config: split_batches and dispatch_batches are not supported; leave them out"
             )
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
+        """Each value alone."""
         for name, allowed in (
             ("mode", MODES),
             ("generation", tuple(EFFORT_INSTRUCTIONS)),
@@ -180,13 +185,12 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             raise RecipeError(f"num_train_epochs must be above 0; got {self.num_train_epochs}")
         if self.kl_temperature <= 0:
             raise RecipeError(f"kl_temperature must be above 0; got {self.kl_temperature}")
-        if self.features == "offline" and not self.features_dir:
-            raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
-        if self.eval_decode_prompts and not self.eval_data:
-            raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
         for name, (off, reason) in UNSUPPORTED.items():
             if getattr(self, name) != off:
                 raise RecipeError(f"{name} is not supported ({reason}): leave it out")
+
+    def _cast_mappings(self) -> None:
+        """The options of `drafter` and `lora`, in their types."""
         hints = typing.get_type_hints(init_drafter)
         self.drafter = _cast_options("drafter", self.drafter, hints, without=("target", "output", "revision"))
         if self.lora is not None:
@@ -194,6 +198,13 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             from peft import LoraConfig
 
             self.lora = _cast_options("lora", self.lora, typing.get_type_hints(LoraConfig))
+
+    def _check_together(self) -> None:
+        """Settings that need or exclude each other."""
+        if self.features == "offline" and not self.features_dir:
+            raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
+        if self.eval_decode_prompts and not self.eval_data:
+            raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
         if self.init_from and self.drafter:
             raise RecipeError("init_from determines the drafter's sizes: leave out `drafter`")
         if self.lora is not None and not self.init_from:
