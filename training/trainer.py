@@ -238,16 +238,18 @@ class HyperDFlashTrainer(EpochTrainer):
         with self._timed("step"):
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> float:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> float | None:
         """The norm, before the optimizer's step. Raises `ValueError` where it is not finite: one such step would end
         in NaN weights, and the next checkpoint would replace a good one."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is None:  # DeepSpeed may keep it to itself
+            return None
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2's is spread over processes
         # Under fp16 the scaler skips such a step by itself, and lowers its scale
         if self.accelerator.scaler is None and not math.isfinite(norm):
             raise ValueError(
-                f"the gradient's norm is {norm} at step {self.state.global_step}: no step was taken, and the "
-                "last checkpoint is good. Look at the data and features of this step, or lower the learning rate"
+                f"the gradient's norm is {norm} at step {self.state.global_step}: no step was taken, and the last "
+                "checkpoint is good. Look at the data and features of this step, or lower the learning rate"
             )
         return norm
 
