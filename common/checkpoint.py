@@ -84,8 +84,7 @@ class TargetCheckpoint:
     def __init__(self, target: str | Path, revision: str | None = None):
         folder = Path(target).expanduser()
         self.folder = folder.resolve() if folder.is_dir() else None
-        self.name = target_name(target)
-        self.revision = resolve_revision(target, revision)
+        self.name, self.revision = recorded_name(target, resolve_revision(target, revision))
         raw = json.loads(self.file("config.json").read_text())
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
@@ -140,10 +139,17 @@ class TargetCheckpoint:
             return torch.cat([part[int(i) : int(i) + 1] for i in rows(found[0])])
 
 
-def target_name(target: str | Path) -> str:
-    """The Hub id, or a folder's own name."""
+def recorded_name(target: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+    """What a drafter records of its target: Hub id and commit, also those of a snapshot in the Hub's cache; of another
+    folder its own name."""
     folder = Path(target).expanduser()
-    return folder.resolve().name if folder.is_dir() else str(target)
+    if not folder.is_dir():
+        return str(target), revision
+    folder = folder.resolve()
+    repository = folder.parent.parent.name  # models--org--name/snapshots/COMMIT
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/"), folder.name
+    return folder.name, revision
 
 
 def resolve_revision(target: str | Path, revision: str | None) -> str | None:
