@@ -192,7 +192,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     def _cast_mappings(self) -> None:
         """The options of `drafter` and `lora`, in their types."""
-        fields = typing.get_type_hints(HyperDFlashConfig)
+        fields = HyperDFlashConfig.__annotations__  # of the base class, some names are only known to type checkers
         hints = {name: fields[name] | None for name in OPTIONS} | {"seed": int}
         self.drafter = _cast_options("drafter", self.drafter, hints)
         if self.lora is not None:
