@@ -25,11 +25,11 @@ from transformers import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from ..benchmark.prompt_sets import history_and_turns
-from ..common.checkpoint import DTYPES, check_drafter_type, check_folder, load_drafter, load_target
+from ..common.checkpoint import check_drafter_type, check_folder, load_drafter, load_target
 from ..common.console import check_positive
 from ..common.data_files import read_rows
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
@@ -343,35 +343,6 @@ def examine(pair: Pair) -> Iterator[Finding]:
 
 
 # ------------------------------------------------------------------------------------------------------------- command
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "check",
-        help="find out why a drafter accepts little",
-        description="Go through the known causes of a drafter that accepts little or nothing, mostly by experiment on "
-        "texts that the target writes. Exit status 3 when a cause was found.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
-    parser.add_argument("drafter", help="folder or Hub id of its drafter")
-    parser.add_argument(
-        "--prompts",
-        help='JSONL with {"prompt"}, {"turns"} or {"messages"} (default: built-in prompts); answers in it are judged '
-        "beside the target's own",
-    )
-    parser.add_argument("--num-prompts", type=int, default=len(BUILT_IN_PROMPTS), help="the first so many")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="that the target writes to each prompt")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the experiments compute in fp32 in any case")
-    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
-    parser.add_argument("--target-revision")
-    parser.add_argument("--drafter-revision")
-    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -187,9 +187,6 @@ def read_identity(checkpoint: TargetCheckpoint, has_hc_head: bool = True) -> dic
     return tensors
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
 def check_folder(name: str) -> None:
     """Raises `OSError` where a path was meant and is no folder; what else a name may be is the Hub's to say."""
     if name.startswith((".", "/", "~")) and not Path(name).is_dir():

@@ -21,22 +21,6 @@ PROMPTS = {
 }
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "demo",
-        help="run the tiny target with and without its drafter",
-        description="Three prompts, greedily, with and without the drafter. A tiny stand-in: its speed and acceptance "
-        "are not comparable with published figures.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--target", default=str(TINY / "target"))
-    parser.add_argument("--drafter", default=str(TINY / "drafter"))
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each kind, interleaved")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 when a sequence differs."""
     if args.repeats < 1:

@@ -9,53 +9,14 @@ import json
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
-from ..common.checkpoint import DTYPES, load_drafter, load_target
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..common.checkpoint import load_drafter, load_target
+from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .decoding import describe
 from .streaming import LEGEND, DraftStreamer
 from .trace import RoundRecorder, check_trace_path, write_trace
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "generate",
-        help="generate text with a target and its drafter",
-        description="Generate text from a prompt or chat. Greedy unless --temperature is above 0.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
-    parser.add_argument("drafter", nargs="?", help="folder or Hub id of its drafter; without one, plain decoding")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="one user message")
-    source.add_argument("--prompt-file", type=Path, help="a text file with one user message")
-    source.add_argument("--chat-file", type=Path, help='JSON: a list of {"role", "content"}, or {"messages": [...]}')
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat encoding")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-assistant-tokens", type=int, help="drafts a round (default: the drafter's block)")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="colour accepted, own and rejected tokens (in a terminal)"
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="OUT.html", help="write a page that shows what became of every draft, and why"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
-    parser.add_argument("--target-revision")
-    parser.add_argument("--drafter-revision")
-    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,7 +3,6 @@
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
 
-import argparse
 import json
 import os
 import signal
@@ -19,6 +18,7 @@ from fake_server import EOS, THINK_END, FakeServer, choice
 from transformers import AutoTokenizer
 
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
+from hyperdflash.parsers import parse
 from hyperdflash.training import regenerate as command
 from hyperdflash.training.data import load_data
 from hyperdflash.training.regenerate import Output, answer_positions, regenerate
@@ -427,9 +427,8 @@ def test_a_run_killed_at_any_moment_ends_with_the_rows_of_one_that_was_not(ask, 
     ask(rows, out=tmp_path / "whole.jsonl")
     server.reply = lambda body: time.sleep(0.02) or server.echo(body)
     source = (
-        "import argparse, sys; from hyperdflash.training import regenerate;"
-        "parser = argparse.ArgumentParser(); regenerate.add_parser(parser.add_subparsers());"
-        "args = parser.parse_args(); sys.exit(args.run(args))"
+        "import sys; from hyperdflash.parsers import parse; from hyperdflash.training import regenerate;"
+        "sys.exit(regenerate.run(parse(['data', *sys.argv[1:]])))"
     )
     options = ["--server", server.url, "--model", "v4", "--tokenizer", TINY, "--concurrency", "3", "--output", out]
     arguments = [sys.executable, "-c", source, "regenerate", tmp_path / "in.jsonl", *options]
@@ -539,10 +538,7 @@ def test_a_file_given_twice_is_refused(server, tokenizer, tmp_path):
 
 def run_command(*args) -> int:
     """The command line, as `hyperdflash data regenerate` runs it."""
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["regenerate", *map(str, args)])
-    return parsed.run(parsed)
+    return command.run(parse(["data", "regenerate", *map(str, args)]))
 
 
 @pytest.mark.parametrize(

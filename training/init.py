@@ -21,7 +21,7 @@ from transformers import DeepseekV4Config
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
 from ..common.files import check_output, written_whole
-from ..configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import special_token_name, target_fingerprint
 
@@ -238,40 +238,6 @@ def copy_custom_generate(folder: str | Path) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `init` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "init",
-        help="make a drafter for a DeepSeek-V4 checkpoint",
-        description="Make a drafter folder for a DeepSeek-V4 checkpoint. Only its config, hc_head, norm and four "
-        "embedding rows are read.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the DeepSeek-V4 checkpoint")
-    parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument(
-        "--block-size", type=int, default=7, help="positions of a block, the anchor included (default 7)"
-    )
-    parser.add_argument("--mask-token-id", type=int, help="needed unless the vocabulary is V4's 129,280")
-    parser.add_argument("--context-source", choices=CONTEXT_SOURCES, default="pre_hc_head")
-    parser.add_argument("--reducer", choices=REDUCERS, help="default: hc_gate wherever it can be inherited, else fc")
-    parser.add_argument(
-        "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
-    )
-    parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
-    parser.add_argument("--markov-gate", action="store_true", help="the slot's hidden state weighs the bias's parts")
-    parser.add_argument("--draft-confidence", action="store_true", help="draft only what is worth verifying")
-    parser.add_argument(
-        "--verify-cost", type=float, default=0.03, help="of one more draft, as a share of a round without drafts"
-    )
-    for name in _SIZE_OPTIONS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
-    parser.set_defaults(run=run)
-    return parser
 
 
 _SIZE_OPTIONS = (

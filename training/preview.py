@@ -18,7 +18,6 @@ from rich.text import Text
 from transformers import AutoTokenizer
 
 from ..common.console import visible
-from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
 
 # Styles of neighbouring tokens alternate, so that their borders can be seen.
@@ -110,25 +109,6 @@ def print_samples(samples: list[tuple[str, Sample]], tokenizer) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `preview` command to the sub-parsers of `hyperdflash data`."""
-    parser = subparsers.add_parser(
-        "preview",
-        help="show which tokens of a data file are learned",
-        description="Show the first rows of a data file as training will see them, token by token.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL file, glob pattern, or Hub data set")
-    parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--max-length", type=int, default=EncodingSettings.max_length, help="in tokens (default 3072)")
-    parser.add_argument("--num-samples", type=int, default=3, help="how many rows to show (default 3)")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:
