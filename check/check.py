@@ -25,8 +25,14 @@ from transformers import DynamicCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from ..benchmark.prompt_sets import history_and_turns
-from ..common.checkpoint import check_drafter_type, check_folder, load_drafter, load_target
-from ..common.console import check_positive
+from ..common.checkpoint import (
+    check_device_map,
+    check_drafter_type,
+    check_target,
+    load_drafter,
+    load_target_model,
+    load_tokenizer,
+)
 from ..common.data_files import read_rows
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
@@ -347,8 +353,8 @@ def examine(pair: Pair) -> Iterator[Finding]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or `CAUSE_FOUND`."""
-    check_positive(args, "num_prompts", "max_new_tokens", "threads")
-    check_folder(args.drafter)
+    check_device_map(args.device_map)
+    check_drafter_type(args.drafter, args.drafter_revision)  # a missing or swapped folder is not a finding
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -375,15 +381,17 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
     """The findings; that a drafter cannot be loaded is the first of them, and then the only one."""
     errors = (StrictDataclassError, ValueError, OSError)
     try:  # what can be said before the target is loaded
-        check_drafter_type(args.drafter, args.drafter_revision)
         config = HyperDFlashConfig.from_pretrained(args.drafter, revision=args.drafter_revision)
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
         return
-    generation = (config.encoding or {}).get("generation", "preview")
+    generation = args.generation or (config.encoding or {}).get("generation", "preview")
     encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
     encode_messages(chats[0][0], **encoding)  # raises for an effort that there is not
-    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
+    limit = check_target(args.target, args.target_revision).max_position_embeddings - args.max_new_tokens
+    tokenizer = load_tokenizer(args.target, args.target_revision)
+    prompts, given = encode_chats(chats, tokenizer, encoding, limit)
+    target = load_target_model(args.target, args.target_revision, args.dtype, args.device_map)
     try:
         drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
     except errors as error:
@@ -395,7 +403,8 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
         Pair(
             target,
             drafter,
-            *encode_chats(chats, tokenizer, encoding, target.config.max_position_embeddings - args.max_new_tokens),
+            prompts,
+            given,
             special_ids=tokenizer.get_added_vocab(),
             mode=args.mode,
             max_new_tokens=args.max_new_tokens,

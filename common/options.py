@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES, encode_messages
 from .console import UsageError
 
-# Not float16: the Sinkhorn projection of DeepSeek-V4's residual streams takes an epsilon that is 0 in it
+# Not float16: transformers keeps parts of DeepSeek-V4 in fp32, which its forward then multiplies with halves
 DTYPES = ("auto", "float32", "bfloat16")
 
 

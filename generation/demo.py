@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..common.checkpoint import load_drafter, load_target
+from ..common.checkpoint import check_drafter, check_target, load_drafter, load_target
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from .decoding import first_difference, timed_greedy
@@ -23,15 +23,16 @@ PROMPTS = {
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 when a sequence differs."""
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    source = args.target or str(TINY / "target")
+    drafter_source = args.drafter or str(TINY / "drafter")
+    check_drafter(drafter_source, None, check_target(source))
     torch.set_num_threads(1)  # OpenMP spin waits make a tiny model many times slower on two threads
     console = Console(highlight=False, soft_wrap=True)
-    target, tokenizer = load_target(args.target, None, "float32")
-    drafter = load_drafter(args.drafter, None, "float32", target)
+    target, tokenizer = load_target(source, None, "float32")
+    drafter = load_drafter(drafter_source, None, "float32", target)
     console.print(
         f"target: DeepSeek-V4 with {target.num_parameters() / 1e6:.1f}M parameters; drafter: "
-        f"{drafter.num_parameters() / 1e6:.1f}M, {drafter.config.block_size - 1} drafts a round\n"
+        f"{drafter.num_parameters() / 1e6:.1f}M, {drafter.config.block_size - 1} drafts per round\n"
     )
     console.print(LEGEND)
     generate(target, tokenizer, "warm-up", 16, drafter)

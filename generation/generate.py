@@ -5,14 +5,23 @@
 """
 
 import argparse
-import json
 import sys
 import time
 from contextlib import nullcontext
 
 import torch
 
-from ..common.checkpoint import load_drafter, load_target
+from ..common.checkpoint import (
+    check_device_map,
+    check_drafter,
+    check_target,
+    load_drafter,
+    load_target_model,
+    load_tokenizer,
+    resolve_checkpoint,
+)
+from ..common.console import UsageError
+from ..common.files import read_json, read_text
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .decoding import describe
 from .streaming import LEGEND, DraftStreamer
@@ -20,36 +29,30 @@ from .trace import RoundRecorder, check_trace_path, write_trace
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    messages = read_messages(args)  # before the model: a mistake should not cost a load
+    """Run the command; returns the exit status. Everything that needs no weights is checked before any is loaded."""
+    messages = read_messages(args)
     encode_messages(messages, mode=args.mode, effort=args.effort, generation=args.generation)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
-    if args.show_drafts and args.drafter is None:
-        raise ValueError("--show-drafts needs a drafter: hyperdflash generate TARGET DRAFTER ...")
     if args.trace is not None:
-        if args.drafter is None:
-            raise ValueError("--trace needs a drafter: hyperdflash generate TARGET DRAFTER ...")
         check_trace_path(args.trace)
-    if args.threads:
+    check_device_map(args.device_map)
+    target_source = resolve_checkpoint(args.target, args.target_revision)
+    config = check_target(*target_source)
+    if args.drafter is not None:
+        drafter_source = resolve_checkpoint(args.drafter, args.drafter_revision)
+        check_drafter(*drafter_source, config)
+    tokenizer = load_tokenizer(*target_source)
+    input_ids = prompt_ids(messages, tokenizer, args)
+    check_length(input_ids.shape[1], args.max_new_tokens, config.max_position_embeddings)
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
-    drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target) if args.drafter else None
-    input_ids = prompt_ids(messages, tokenizer, args).to(target.device)
-    limit = target.config.max_position_embeddings
-    if input_ids.shape[1] + args.max_new_tokens > limit:
-        raise ValueError(
-            f"{input_ids.shape[1]} prompt tokens and --max-new-tokens {args.max_new_tokens} exceed the target's "
-            f"{limit} positions"
-        )
+    target = load_target_model(*target_source, args.dtype, args.device_map)
+    drafter = load_drafter(*drafter_source, args.dtype, target) if args.drafter is not None else None
     streamer = DraftStreamer(tokenizer)
     if args.show_drafts and streamer.console.is_terminal:
         streamer.console.print(LEGEND)
     recorder = RoundRecorder(target, drafter, tokenizer) if args.trace is not None else nullcontext()
     with recorder:
-        output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
+        output, seconds = timed_generate(target, input_ids.to(target.device), args, drafter, streamer)
     num_new = output.sequences.shape[1] - input_ids.shape[1]
     line = f"{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s"
     if drafter is not None:
@@ -58,6 +61,15 @@ def run(args: argparse.Namespace) -> int:
     if args.trace is not None:
         write_page(args, recorder, messages)
     return 0
+
+
+def check_length(num_prompt_tokens: int, max_new_tokens: int, limit: int) -> None:
+    """Raises `UsageError` for an answer that would not fit in the target's positions."""
+    if num_prompt_tokens + max_new_tokens > limit:
+        raise UsageError(
+            f"{num_prompt_tokens} prompt tokens and --max-new-tokens {max_new_tokens} exceed the target's {limit} "
+            "positions"
+        )
 
 
 def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list[dict]) -> None:
@@ -92,14 +104,11 @@ def timed_generate(target, input_ids, args, drafter, streamer):
 def read_messages(args: argparse.Namespace) -> list[dict]:
     """The chat to continue. Raises `ValueError` that names the file for anything else than a list of messages."""
     if args.chat_file is None:
-        text = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8-sig")
+        text = args.prompt if args.prompt is not None else read_text(args.prompt_file)
         if not text.strip():
-            raise ValueError("the prompt is empty")
+            raise ValueError(f"{args.prompt_file} is empty")
         return [{"role": "user", "content": text}]
-    try:
-        chat = json.loads(args.chat_file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{args.chat_file} is no JSON: {error}") from error
+    chat = read_json(args.chat_file)
     messages = chat.get("messages") if isinstance(chat, dict) else chat
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f'{args.chat_file} must hold a list of {{"role", "content"}} messages')

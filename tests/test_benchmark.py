@@ -808,9 +808,7 @@ def test_an_empty_prompt_file_is_wrong_usage_and_a_missing_one_an_error(command,
 )
 def test_misspelled_options_are_usage_errors(command, options, capsys):
     """https://github.com/huggingface/transformers/issues/9224, https://github.com/garrytan/gbrain/issues/4602"""
-    with pytest.raises(SystemExit) as stop:
-        command(*options)
-    assert stop.value.code == 2
+    assert command(*options)[0] == 2
     capsys.readouterr()
 
 
@@ -832,7 +830,7 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
         ("hyperdflash:3=markov", "method hyperdflash+markov or hyperdflash+markov+confidence"),
         ("mean:3=dflash", "reducer 'fc', draft_head 'none', draft_confidence False, which is method dflash"),
         ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens a round (block_size 4"),
-        ("hyperdflash:3=target", "is no HyperDFlash drafter"),
+        ("hyperdflash:3=target", "is not a HyperDFlash drafter"),
         ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
         ("mtp:3", "holds no native MTP module"),
         ("mtp:3=a/final", "holds no native MTP module"),

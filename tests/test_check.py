@@ -487,7 +487,6 @@ def test_data_that_the_target_did_not_write_is_named(school):
         ({"intermediate_size": 256}, "mismatched keys"),
         ({"reducer_path_norm": False}, "unexpected keys: reducer.path_norm"),
         ({"context_source": "hidden_layers"}, "reducer 'hc_gate' needs context_source 'pre_hc_head'"),
-        ({"model_type": "qwen3"}, "its model_type is qwen3"),
     ],
     ids=str,
 )
@@ -497,6 +496,19 @@ def test_a_drafter_that_cannot_be_loaded_is_the_cause(tmp_path, capsys, changes,
     result = json.loads(capsys.readouterr().out)
     assert words in result["cause"]
     assert result["findings"][-1]["check"] == "loading"
+
+
+def test_a_missing_or_swapped_folder_is_an_error_and_no_cause(tmp_path, capsys):
+    other = copied_drafter(tmp_path / "drafter", model_type="qwen3")
+    for pair, words in (
+        ((TARGET, other), "its model_type is qwen3"),
+        ((TARGET, "no/such/folder"), "no folder no/such/folder"),
+        ((DRAFTER, TARGET), "is not a HyperDFlash drafter: its model_type is deepseek_v4"),
+        ((DRAFTER, DRAFTER), "has model_type 'hyperdflash'"),
+        (("no/such/folder", DRAFTER), "no folder no/such/folder"),
+    ):
+        assert main(["check", *map(str, pair)]) == 1
+        assert words in capsys.readouterr().err
 
 
 def test_the_cause_is_named_at_the_end_and_as_json(tmp_path, capsys):

@@ -555,7 +555,7 @@ def run_command(*args) -> int:
         (["--target", TINY, "--top-p", 0], "--top-p must be above 0"),
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
         (["--target", TINY, "--effort", "most"], "unknown effort 'most'"),
-        (["--target", "no/such/folder/at all"], "no folder here"),
+        (["--target", "no/such/folder/at all"], "no folder no/such"),
         (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "starts with http"),
         (["--server", "http://127.0.0.1:9", "--model", "v4", "--tokenizer", TINY], "no server answers at"),
         (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "serves no model 'v5', but v4"),

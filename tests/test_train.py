@@ -340,7 +340,12 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["mode=fast"], {}, 2, ["mode is one of", "'fast'"]),
         (["lora={r: 2}"], {}, 2, ["lora adapts a trained drafter: give it in init_from"]),
         (["train_data=nowhere.jsonl"], {}, 1, ["nowhere.jsonl"]),
-        (["target=nowhere/at-all"], {}, 1, ["nowhere/at-all is no folder here", "cannot be had from the Hub"]),
+        (
+            ["target=nowhere/at-all"],
+            {},
+            1,
+            ["nowhere/at-all is not a folder here", "could not be downloaded"],
+        ),
         (["init_from=nowhere/at-all"], {"without": ["drafter"]}, 1, ["huggingface.co"]),
         (["save_strategy=sometimes"], {}, 1, ["sometimes"]),
         (["fsdp=true"], {}, 1, ["fsdp only works in distributed training"]),
@@ -792,7 +797,7 @@ def test_a_target_is_no_drafter_to_start_from(hd, world, tmp_path):
     assert_refused(
         hd(without=["drafter"], init_from=str(world.target)),
         1,
-        f"{world.target} is no HyperDFlash drafter",
+        f"{world.target} is not a HyperDFlash drafter",
         "deepseek_v4",
     )
     assert not (tmp_path / "run").exists()

@@ -10,13 +10,12 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer
 
+from ..common.checkpoint import load_tokenizer
 from ..common.console import visible
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
 
@@ -113,8 +112,6 @@ def print_samples(samples: list[tuple[str, Sample]], tokenizer) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises `ValueError` or `OSError` when there is nothing to show."""
-    if args.num_samples < 1:
-        raise ValueError(f"--num-samples must be at least 1, got {args.num_samples}")
     settings = EncodingSettings(args.mode, args.effort, args.generation, args.max_length)
     rows = read_rows(args.files)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -141,13 +138,3 @@ def collect_samples(
         if len(samples) == num:
             break
     return samples
-
-
-def load_tokenizer(name: str):
-    """The tokenizer of a folder or Hub id. Raises an `OSError` of one line when there is none."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"no folder {name}")
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OSError(f"no tokenizer can be loaded from {name}: {' '.join(str(error).split())}") from error
