@@ -34,17 +34,23 @@ TARGET, DRAFTER = "folder or Hub id of a DeepSeek-V4", "folder or Hub id of its 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The parsed arguments. Raises `UsageError` for what cannot be run; `--help` and `--version` end the process."""
-    parser = Parser(prog="hyperdflash", description="Lossless speculative decoding for DeepSeek-V4.")
-    parser.add_argument("--version", action="version", version=f"hyperdflash {__version__}")
-    commands = parser.add_commands("command")
-    for add in (_demo, _generate, _init, _check, _benchmark, _plot, _data, _features, _train, _export):
-        add(commands)
+    parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not (hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
         parser.error(f"what is meant by {' '.join(rest)}?")
     if rest:  # argparse takes no key=value behind an option
         args.overrides += rest
     return args
+
+
+def make_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(prog="hyperdflash", description="Lossless speculative decoding for DeepSeek-V4.")
+    parser.add_argument("--version", action="version", version=f"hyperdflash {__version__}")
+    commands = parser.add_commands("command")
+    for add in (_demo, _generate, _init, _check, _benchmark, _plot, _data, _features, _train, _export):
+        add(commands)
+    return parser
 
 
 def _demo(commands) -> None:
