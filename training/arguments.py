@@ -179,7 +179,9 @@ def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
     for a missing file.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"no recipe {path}")
+        folder = Path(__file__).with_name("recipes")
+        names = ", ".join(sorted(recipe.name for recipe in folder.glob("*.yaml")))
+        raise FileNotFoundError(f"no recipe {path}; {folder} has {names}")
     values = {name: _cast(name, value) for name, value in read_recipe(path).items()}
     for override in overrides or []:
         name, separator, text = override.partition("=")
