@@ -146,6 +146,8 @@ def _section(key: str, trace: Trace, texts: TokenTexts) -> str:
 <div class="output"><h2>Text</h2>
 <pre class="text tok" tabindex="0" aria-label="Generated text">{_text(trace, texts)}</pre></div>
 <div class="list"><h2>Rounds <small>a full time bar is {scale * 1000:.3g} ms or more; 0 is the prompt</small></h2>
+<div class="head"><span class="n">round</span><span class="d">drafts, and the target's own token</span>\
+<span class="c">accepted</span><span class="t">time</span></div>
 <ol start="0" class="tok">
 {lines}
 </ol></div>
@@ -157,7 +159,7 @@ def _figures(trace: Trace) -> str:
     num_rounds, num_new = len(trace.stats.num_drafts), len(trace.new_ids)
     without = len(trace.rounds) - 1 - num_rounds
     figures = [
-        (f"{trace.stats.acceptance_length:.2f}", "acceptance length (tau)", "1 + accepted drafts a round"),
+        (f"{trace.stats.acceptance_length:.2f}", "acceptance length (tau)", "1 + accepted drafts per round"),
         (f"{num_rounds:,}", "rounds" + (f" + {without} without drafts" if without else ""), "that drafted"),
         (f"{num_new:,}", "new tokens", "without the prompt"),
         (f"{num_new / trace.seconds:.1f}", "tokens/s", "prompt included, recording left out"),

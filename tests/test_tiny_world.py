@@ -180,8 +180,8 @@ def test_demo_ends_with_its_table(capsys):
 def test_a_wheel_has_what_the_demo_loads_and_the_recipes():
     """Every file of the pair but those that only the Hub and a reader need."""
     root = Path(__file__).parents[1]
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["hyperdflash"]
-    packed = {path for pattern in patterns for path in root.glob(pattern)}
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for pattern in setuptools["package-data"]["hyperdflash"] for path in root.glob(pattern)}
     for folder in (TARGET, DRAFTER):
         weights_and_json = {path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}
         assert {"config.json", "model.safetensors"} <= {path.name for path in weights_and_json}
