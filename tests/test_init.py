@@ -652,7 +652,7 @@ def test_the_command_fails_in_one_line(mixed, tmp_path, capsys, problem):
         "no such target": (tmp_path / "absent", tmp_path / "out", *mask),
         "block of nothing": (mixed, tmp_path / "out", *mask, "--block-size", 0),
     }
-    assert run_command(*args[problem]) == 1
+    assert run_command(*args[problem]) == (2 if problem == "block of nothing" else 1)
     err = capsys.readouterr().err
     assert err.startswith("hyperdflash init: ")
     assert "Traceback" not in err

@@ -204,9 +204,9 @@ def test_a_terminal_without_unicode_shows_everything_all_the_same(chats):
     [
         (["--num-samples", 0], ValueError, "--num-samples must be at least 1, got 0"),
         (["--effort", "low"], ValueError, "unknown effort 'low'"),
-        (["--max-length", 1], ValueError, "max_length must be at least 3"),
+        (["--max-length", 1], ValueError, "--max-length must be at least 3, got 1"),
         (["--tokenizer", "./absent"], FileNotFoundError, "no folder ./absent"),
-        (["--tokenizer", "empty"], OSError, "^no tokenizer can be loaded from empty: .*"),
+        (["--tokenizer", "empty"], OSError, "^no tokenizer could be loaded from empty: .*"),
         (["--max-length", 4], ValueError, "no row can be trained on: 0 of 5 rows kept, .*3 left out: cut off"),
     ],
 )
