@@ -3,18 +3,19 @@
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
 
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from child import fork, wait_for_lines
 from fake_server import EOS, THINK_END, FakeServer, choice
+from tiny_v4 import nightly
 from transformers import AutoTokenizer
 
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
@@ -421,24 +422,34 @@ def test_a_finished_run_asks_nothing(ask, server):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_with_the_rows_of_one_that_was_not(ask, server, tmp_path):
-    """https://github.com/deepseek-ai/DeepSpec/issues/35"""
+@pytest.mark.parametrize("moments", [(1, 30, 59), nightly((1, 2, 3, 10, 20, 30, 40, 50, 58, 59))], ids=len)
+def test_a_run_killed_at_any_moment_ends_with_the_rows_of_one_that_was_not(ask, server, tmp_path, moments):
+    """After the first of 60 answers, in the middle, before the last; others have been asked for each time.
+
+    https://github.com/deepseek-ai/DeepSpec/issues/35
+    """
     rows, out = [say(f"Q{i}", "", f"R{i}") for i in range(30)], tmp_path / "killed.jsonl"
     ask(rows, out=tmp_path / "whole.jsonl")
-    server.reply = lambda body: time.sleep(0.02) or server.echo(body)
-    source = (
-        "import sys; from hyperdflash.parsers import parse; from hyperdflash.training import regenerate;"
-        "sys.exit(regenerate.run(parse(['data', *sys.argv[1:]])))"
-    )
     options = ["--server", server.url, "--model", "v4", "--tokenizer", TINY, "--concurrency", "3", "--output", out]
-    arguments = [sys.executable, "-c", source, "regenerate", tmp_path / "in.jsonl", *options]
-    for num_lines in (1, 20, 43):
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < num_lines):
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert subprocess.run(arguments, capture_output=True).returncode == 0
+    num_written = 0
+    for num_lines in moments:
+        numbers, is_killed = itertools.count(num_written), threading.Event()
+
+        def reply(body, numbers=numbers, is_killed=is_killed, num_lines=num_lines):
+            if next(numbers) < num_lines:
+                return server.echo(body)
+            is_killed.wait()  # then hang up
+
+        server.reply = reply
+        pid = fork(lambda: run_command(tmp_path / "in.jsonl", *options))
+        wait_for_lines(out, num_lines, pid)
+        os.kill(pid, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        is_killed.set()
+        num_written = out.read_bytes().count(b"\n")
+        assert num_written == num_lines
+    server.reply = server.echo
+    assert run_command(tmp_path / "in.jsonl", *options) == 0
     assert by_source(out) == by_source(tmp_path / "whole.jsonl")
 
 

@@ -184,7 +184,7 @@ def training() -> str:
             f"{run['flops_per_token'] / 1e6:.0f}",
         ]
         lines.append([f"`{name}`", *cells, f"{last:.2f}" if last else "–"])
-    return table(["run", "parameters", "tokens", "MFLOP a token", "tau on validation prompts"], lines)
+    return table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
 
 
 def ablations() -> str:

@@ -1,6 +1,6 @@
 """Conversations whose answers the tiny target will write anew: what its drafter is trained on.
 
-    python examples/tiny/make/prompts.py        # then `hyperdflash data regenerate`, see the Makefile's `tiny`
+    python examples/tiny/make/prompts.py        # then `hyperdflash data regenerate`, see `make tiny-texts`
 
 Of every domain 5,000 training documents, three of five for greedy answers and two for sampled ones, and 40 others for
 the evaluations during training: `build/prompts/{greedy,sampled,valid}-{domain}.jsonl`. And 40 held-out documents up to
