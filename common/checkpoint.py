@@ -1,4 +1,4 @@
-"""Checkpoints: a target's read in part (a few named tensors, from a folder or the Hub), models loaded."""
+"""Checkpoints: found, checked by their configuration, read in part (a few named tensors of a target), and loaded."""
 
 from collections.abc import Callable
 from contextlib import contextmanager

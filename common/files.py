@@ -25,7 +25,7 @@ def read_json(path: str | Path):
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `path` whole or not at all: to a temporary name, synced, then renamed. Raises `OSError` naming it."""
+    """Write `path` atomically: to a temporary name, synced, then renamed. Raises `OSError` that names it."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def compare(target, tokenizer, prompt, args, drafter, console):
+def compare(target, tokenizer, prompt: str, args: argparse.Namespace, drafter, console: Console) -> tuple:
     """Rounds, tokens/s without and with the drafter (best of interleaved runs), and the first difference."""
     streamer = DraftStreamer(tokenizer, console)
     assisted, _ = generate(target, tokenizer, prompt, args.max_new_tokens, drafter, streamer)
@@ -67,7 +67,7 @@ def compare(target, tokenizer, prompt, args, drafter, console):
     return assisted.speculation, slow, fast, first_difference(target, plain.sequences, assisted.sequences)
 
 
-def generate(target, tokenizer, prompt, max_new_tokens, drafter, streamer=None):
+def generate(target, tokenizer, prompt: str, max_new_tokens: int, drafter, streamer=None) -> tuple:
     """One greedy run; returns the output, with `num_new` tokens, and its seconds."""
     ids, _ = encode_with_mask([{"role": "user", "content": prompt}], tokenizer, add_generation_prompt=True)
     output, seconds = timed_greedy(target, torch.tensor([ids]), max_new_tokens, drafter, streamer)
@@ -75,8 +75,8 @@ def generate(target, tokenizer, prompt, max_new_tokens, drafter, streamer=None):
     return output, seconds
 
 
-def table(rows, pooled: SpeculativeStats) -> Table:
-    """The closing table: one line a domain, and all rounds pooled."""
+def table(rows: list[tuple], pooled: SpeculativeStats) -> Table:
+    """The closing table: one line per domain, and all rounds pooled."""
     out = Table(title="greedy decoding, with and without the drafter")
     for column in ("", "same ids", "tokens/s plain", "tokens/s drafted", "speed-up", "tau", "accepted drafts"):
         out.add_column(column, justify="left" if column in ("", "same ids") else "right")

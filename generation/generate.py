@@ -80,7 +80,7 @@ def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list
     print(f"{args.trace}: {len(recorder.stats.num_drafts)} rounds", file=sys.stderr)
 
 
-def timed_generate(target, input_ids, args, drafter, streamer):
+def timed_generate(target, input_ids: torch.LongTensor, args: argparse.Namespace, drafter, streamer) -> tuple:
     """`generate` with the command's options; returns its output and the seconds it took."""
     torch.manual_seed(args.seed)
     options = {"do_sample": args.temperature > 0}
@@ -102,7 +102,7 @@ def timed_generate(target, input_ids, args, drafter, streamer):
 
 
 def read_messages(args: argparse.Namespace) -> list[dict]:
-    """The chat to continue. Raises `ValueError` that names the file for anything else than a list of messages."""
+    """The chat to continue. Raises `ValueError` that names the file for anything but a list of messages."""
     if args.chat_file is None:
         text = args.prompt if args.prompt is not None else read_text(args.prompt_file)
         if not text.strip():

@@ -1,4 +1,4 @@
-"""The trace of `generate` calls as one HTML page that needs no other file: what became of every draft, and why.
+"""The trace of `generate` calls as one self-contained HTML page: what became of every draft, and why.
 
     hyperdflash generate examples/tiny/target examples/tiny/drafter --prompt "I need a cheap hotel." \\
         --trace trace.html
@@ -21,6 +21,7 @@ import json
 import re
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -85,7 +86,7 @@ def check_trace_path(path: Path) -> None:
 
 
 def write_trace(path: str | Path, traces: list[Trace]) -> None:
-    """Write one page with all `traces`, whole or not at all. Raises `OSError` that names the path."""
+    """Write one page with all `traces`, atomically. Raises `OSError` that names the path."""
     write_atomically(Path(path), as_page(traces).encode())
 
 
@@ -168,7 +169,7 @@ def _figures(trace: Trace) -> str:
 
 
 def _time_figure(steps: list[Round]) -> str:
-    """Where the time of a round goes, on average."""
+    """The mean time of a round: drafting, verifying, the rest."""
     if not steps:
         return ""
     means = [statistics.fmean(r.draft_s for r in steps), statistics.fmean(r.verify_s for r in steps)]
@@ -181,7 +182,7 @@ def _time_figure(steps: list[Round]) -> str:
     )
 
 
-def _bar(seconds, scale: float) -> str:
+def _bar(seconds: Sequence[float], scale: float) -> str:
     """A stacked bar of draft, verify and other time; `scale` seconds fill it."""
     ends, total = [], 0.0
     for part in seconds:

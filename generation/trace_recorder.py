@@ -109,8 +109,8 @@ class _ScoreKeeper(LogitsProcessor):
 class RoundRecorder:
     """Records the rounds of one `generate` call made inside its `with`; a streamer of the call's own still streams.
 
-    Of the logits of a round only probabilities of its tokens and of the likeliest alternatives are kept. Times are
-    taken with the accelerator at rest, so recording costs time: what it does itself is left out of every figure.
+    It keeps only the probabilities of a round's tokens and of the likeliest alternatives, not the logits. Times are
+    taken with the accelerator at rest, so recording costs time; its own share is left out of every figure.
 
     Args:
         target, drafter: the pair of the call.

@@ -530,7 +530,9 @@ def test_a_missing_or_swapped_folder_is_an_error_and_no_cause(tmp_path, capsys):
 
 def test_the_generation_of_the_prompts_can_be_chosen_and_is_the_drafters_otherwise(monkeypatch):
     seen = []
-    monkeypatch.setattr(check, "encode_chats", lambda chats, tokenizer, encoding, limit: seen.append(encoding) or 1 / 0)
+    monkeypatch.setattr(
+        check, "encode_chats", lambda chats, tokenizer, encoding, limit: seen.append(encoding) or 1 / 0
+    )
     for options in ([], ["--generation", "0731"]):
         with pytest.raises(ZeroDivisionError):
             main(["check", str(TARGET), str(DRAFTER), *options])
