@@ -782,7 +782,7 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
         ({"extra": ("--num-prompts", "0")}, "--num-prompts must be at least 1, got 0"),
         ({"extra": ("--threads", "0")}, "--threads must be at least 1, got 0"),
         ({"tokens": "0"}, "--max-new-tokens must be at least 1, got 0"),
-        ({"extra": ("--temperatures", "-1")}, "--temperatures must be 0 (greedy) or above, got -1.0"),
+        ({"extra": ("--temperatures", "-1")}, "--temperatures must be 0 (greedy) or above, got -1"),
         ({"extra": ("--temperatures", "nan")}, "got nan"),
         ({"extra": ("--temperatures", "1", "1")}, "--temperatures has a value twice"),
         ({"extra": ("--effort", "high")}, "--effort high is for thinking mode"),
