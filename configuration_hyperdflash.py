@@ -2,8 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from huggingface_hub.dataclasses import strict
-from transformers import PreTrainedConfig
+import transformers
+from packaging.version import Version
+
+TESTED_TRANSFORMERS = ("5.24.0",)  # the first is also the oldest that works
+
+# Here, as this is the first file of a drafter's folder that runs, whichever Auto class loads it. Older versions load
+# the drafter, but keep the target's cache under another name, and `generate` then misses a cache that is there.
+if Version(transformers.__version__) < Version(TESTED_TRANSFORMERS[0]):
+    raise ImportError(
+        f"HyperDFlash needs transformers {TESTED_TRANSFORMERS[0]} or later, and {transformers.__version__} is "
+        "installed: pip install --upgrade transformers"
+    )
+
+from huggingface_hub.dataclasses import strict  # noqa: E402
+from transformers import PreTrainedConfig  # noqa: E402
 
 if TYPE_CHECKING:
     # Never runs, but is read: transformers names a folder's module by a hash over the files it imports, and takes two
@@ -15,6 +28,14 @@ CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
 DRAFT_HEADS = ("none", "markov")
 LAYER_TYPES = ("full_attention", "sliding_attention")
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
 
 
 @strict
@@ -44,6 +65,13 @@ class HyperDFlashConfig(PreTrainedConfig):
             The target's width and depth.
         vocab_size (`int`, *optional*, defaults to 129280):
             The target's vocabulary; embedding and LM head are the target's and never stored here.
+        hidden_size (`int`, *optional*, defaults to 4096), num_hidden_layers (`int`, *optional*, defaults to 5),
+        intermediate_size, num_attention_heads, num_key_value_heads, head_dim (`int`, *optional*):
+            The drafter's own sizes. At another width than the target's, two projections stand around its layers:
+            the target's embeddings go down to it, its states up to the target's LM head.
+        sliding_window (`int`, *optional*, defaults to 2048):
+            Positions that a slot can see, itself included, in the layers that `layer_types` calls
+            `"sliding_attention"`: all of them, by default.
         draft_head (`str`, *optional*, defaults to `"none"`):
             `"none"`: the slots of a block are predicted independently, as in the paper. `"markov"`: the logits of a
             slot get a bias from the token chosen for the slot before it.
@@ -54,6 +82,9 @@ class HyperDFlashConfig(PreTrainedConfig):
         verify_cost (`float`, *optional*, defaults to 0.03):
             Time of one more draft and its verification, as a share of a round without drafts; the measure of what is
             worth it (`python -m hyperdflash.benchmark.profile_rounds` measures it).
+        bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`,
+        *optional*):
+            The target's. transformers' text-generation pipeline compares them with the target's own.
         target_name_or_path (`str`, *optional*), target_revision (`str`, *optional*), target_fingerprint (`dict`,
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
@@ -100,6 +131,10 @@ class HyperDFlashConfig(PreTrainedConfig):
     draft_confidence: bool = False
     verify_cost: float | int = 0.03
 
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
     target_name_or_path: str | None = None
     target_revision: str | None = None
     target_fingerprint: dict | None = None
@@ -110,8 +145,9 @@ class HyperDFlashConfig(PreTrainedConfig):
             self.target_layer_ids = [self.target_num_hidden_layers - 1]
         if self.layer_types is None:
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
-        if self.rope_parameters is None:
-            self.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        theta, stated = kwargs.get("rope_theta"), (self.rope_parameters or {}).get("rope_theta")
+        if None not in (theta, stated) and theta != stated:
+            raise ValueError(f"rope_theta {theta} contradicts rope_parameters, which has {stated}: change it there")
         super().__post_init__(**kwargs)
 
     @property
@@ -165,6 +201,9 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def validate_layers(self):
         """One layer type a layer, and heads in whole groups."""
+        for name in SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.sliding_window < 1:
             raise ValueError(
                 f"sliding_window counts the position itself, so it is at least 1; got {self.sliding_window}"
