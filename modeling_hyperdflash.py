@@ -7,8 +7,10 @@ Legend: B batch, C context positions, K block (anchor included), D hidden, m res
 layers, V vocabulary, R rank of the Markov head.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from transformers.utils import logging
 
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation_hyperdflash import HyperDFlashAssistant
+from .pairing_hyperdflash import custom_generate_source
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +103,7 @@ class HyperDFlashMarkovHead(nn.Module):
         super().__init__()
         self.markov_w1 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
         self.markov_w2 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
-        self.gate = nn.Linear(config.hidden_size, config.markov_rank) if config.markov_gate else None
+        self.gate = nn.Linear(config.target_hidden_size, config.markov_rank) if config.markov_gate else None
 
     def forward(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(N,)` and `(N, D)` -> `(N, V)`."""
@@ -126,7 +129,7 @@ class HyperDFlashConfidenceHead(nn.Module):
 
     def __init__(self, config: HyperDFlashConfig):
         super().__init__()
-        self.proj = nn.Linear(config.hidden_size, 2)
+        self.proj = nn.Linear(config.target_hidden_size, 2)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`(..., D)` -> `(..., 2)`; nothing is learned through its input."""
@@ -255,9 +258,22 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
     def get_input_embeddings(self) -> None:
         """None: the embedding is the target's. accelerate asks when it shards a model (FSDP2)."""
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        """Here because peft's wrapper for causal language models looks it up; raises `NotImplementedError`."""
-        raise NotImplementedError("a drafter does not generate: pass it to its target's generate(assistant_model=...)")
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
+        """As in transformers, and with `custom_generate/`, which the library does not copy with the code."""
+        folder = Path(save_directory)
+        if is_main_process:  # before the library's own work, which may end in an upload
+            (folder / "custom_generate").mkdir(parents=True, exist_ok=True)
+            (folder / "custom_generate" / "generate.py").write_text(custom_generate_source(), encoding="utf-8")
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            for file in folder.glob("*.safetensors"):  # safetensors writes files that only their owner can read
+                file.chmod(folder.stat().st_mode & 0o666)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
+        """Of what `save_pretrained(push_to_hub=True)` leaves out unless it changes: never `custom_generate/`."""
+        stamps = super()._get_files_timestamps(working_dir)
+        stamps.pop("custom_generate", None)
+        return stamps
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -273,6 +289,10 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.markov_w2)
 
 
+def _refuse_to_generate(*args, **kwargs):
+    raise NotImplementedError("a drafter does not generate: pass it to its target's generate(assistant_model=...)")
+
+
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
     """The drafter. Give it to `target.generate(assistant_model=...)`; `forward` follows the DFlash protocol."""
 
@@ -285,6 +305,13 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         self.markov_head = HyperDFlashMarkovHead(config) if config.draft_head == "markov" else None
         self.confidence_head = HyperDFlashConfidenceHead(config) if config.draft_confidence else None
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        # At another width than the target's: its embeddings down, the states up to its LM head
+        same, sizes = config.hidden_size == config.target_hidden_size, (config.target_hidden_size, config.hidden_size)
+        self.embed_proj = None if same else nn.Linear(*sizes, bias=False)
+        self.head_proj = None if same else nn.Linear(*sizes[::-1], bias=False)
+        # On the instance, where peft looks the first one up. With either on the class, AutoModel would put another
+        # class in its place, which has GenerationMixin and cannot be pickled.
+        self.prepare_inputs_for_generation = self.generate = _refuse_to_generate
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -301,12 +328,13 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         previous_ids: torch.LongTensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> HyperDFlashModelOutput:
         """Draft one block (or, in training, many blocks side by side).
 
         Args:
-            noise_embeds (`torch.Tensor` of shape `(B, K, D)`):
+            noise_embeds (`torch.Tensor` of shape `(B, K, target_hidden_size)`):
                 Target embeddings of the anchor and of K - 1 mask tokens.
             context_hidden_states (`torch.Tensor` of shape `(B, C, m, target_hidden_size)`):
                 The target's pre-collapse residuals of the C context positions that the cache does not hold yet, all
@@ -322,16 +350,22 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
             previous_ids (`torch.LongTensor` of shape `(B, K)`, *optional*):
                 For training a Markov head: the true token before each slot's.
+            output_hidden_states (`bool`, *optional*):
+                Return the block's states `(B, K, D)` before the first layer and after each; the last ones are normed.
 
         Returns:
-            `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
-            predicts the token at anchor + k.
+            `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, target_hidden_size)` goes through the target's
+            LM head: slot k predicts the token at anchor + k.
 
-        Raises `ValueError` for `previous_ids` without a Markov head.
+        Raises `ValueError` for `previous_ids` without a Markov head, `TypeError` for an unknown argument.
         """
+        # peft's wrappers pass what a language model takes, as None
+        if unknown := [name for name, value in kwargs.items() if value is not None]:
+            raise TypeError(f"HyperDFlashModel.forward has no argument {', '.join(unknown)}")
         if previous_ids is not None and self.markov_head is None:
             raise ValueError(f"previous_ids are for draft_head 'markov', and this is {self.config.draft_head!r}")
-        context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))
+        context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))  # (B, C, D)
+        hidden_states = noise_embeds if self.embed_proj is None else self.embed_proj(noise_embeds)  # (B, K, D)
         B, K = noise_embeds.shape[:2]
         num_new = context.shape[1] + K
         past = cache.get_seq_length() if cache is not None else 0
@@ -342,21 +376,24 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
             layer_type: self._mask(attention_mask, layer_type, past + num_new, num_new, noise_embeds)
             for layer_type in set(self.config.layer_types)
         }
-        hidden_states = noise_embeds
+        all_states = ()
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            mask = masks[layer_type]
+            all_states += (hidden_states,)
             hidden_states = layer(
                 hidden_states,
                 context,
                 position_embeddings=position_embeddings,
-                attention_mask=mask,
+                attention_mask=masks[layer_type],
                 cache=cache,
-                **kwargs,
             )
         hidden_states = self.norm(hidden_states)
+        all_states += (hidden_states,)
+        if self.head_proj is not None:
+            hidden_states = self.head_proj(hidden_states)  # (B, K, target_hidden_size)
         return HyperDFlashModelOutput(
             last_hidden_state=hidden_states,
             cache=cache,
+            hidden_states=all_states if output_hidden_states else None,
             markov_states=None if previous_ids is None else self.markov_head.states(previous_ids, hidden_states),
             confidence_logits=None if self.confidence_head is None else self.confidence_head(hidden_states),
         )
