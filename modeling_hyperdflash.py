@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -290,7 +291,9 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
 
 
 def _refuse_to_generate(*args, **kwargs):
-    raise NotImplementedError("a drafter does not generate: pass it to its target's generate(assistant_model=...)")
+    raise NotImplementedError(
+        "a HyperDFlash drafter does not generate: pass it to generate(assistant_model=...) of its DeepSeek-V4 target"
+    )
 
 
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
@@ -312,6 +315,9 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         # On the instance, where peft looks the first one up. With either on the class, AutoModel would put another
         # class in its place, which has GenerationMixin and cannot be pickled.
         self.prepare_inputs_for_generation = self.generate = _refuse_to_generate
+        # A target that is not a DeepSeek-V4 runs the library's own assisted decoding, which first reads these
+        self.generation_config = GenerationConfig()
+        self._supports_logits_to_keep = _refuse_to_generate
         self.gradient_checkpointing = False
         self.post_init()
 

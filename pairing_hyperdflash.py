@@ -91,8 +91,8 @@ def check_target(target) -> None:
     adapter = getattr(target.prepare_inputs_for_generation, "__self__", target)
     if getattr(getattr(adapter, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError(
-            f"{adapter.active_peft_config.peft_type.value} puts virtual tokens before the prompt, which DeepSeek-V4's "
-            "compressed attention cannot place: merge a LoRA instead, or disable the adapter"
+            f"{adapter.active_peft_config.peft_type.value} puts virtual tokens before the prompt, where DeepSeek-V4's "
+            "compressed attention misplaces them: use an adapter of the weights, such as LoRA, or the base model"
         )
 
 
@@ -112,12 +112,12 @@ def check_inputs(input_ids, generation_config, model_kwargs, synced_gpus) -> Cac
             f"a drafter works with batch size 1, got {input_ids.shape[0]} prompts: call generate for each, or leave a "
             "pipeline's batch_size at 1"
         )
-    if not input_ids.shape[1]:
-        raise ValueError("the prompt is empty: pass at least one token, such as the beginning-of-sentence token")
     if model_kwargs.get("inputs_embeds") is not None:
         raise ValueError(
             "inputs_embeds cannot be used: DeepSeek-V4's hash-routed layers need token ids, pass input_ids"
         )
+    if not input_ids.shape[1]:
+        raise ValueError("the prompt is empty: pass at least one token, such as the beginning-of-sentence token")
     cache = model_kwargs.get("cache")
     if cache is None:
         raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
