@@ -45,9 +45,9 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     Args:
         block_size (`int`, *optional*, defaults to 7):
-            Positions of a block, the anchor included: a block drafts `block_size - 1` tokens (the paper's "(6)" is 7).
+            Positions of a block, including the anchor: it drafts `block_size - 1` tokens (the paper's "(6)" is 7).
         mask_token_id (`int`, *optional*, defaults to 128799):
-            Token whose target embedding fills the slots to be predicted; a row of the target's embedding.
+            Token whose embedding fills the slots to be predicted: a row of the target's embedding.
         context_source (`str`, *optional*, defaults to `"pre_hc_head"`):
             `"pre_hc_head"`: the target's final residual before its hc_head collapses it (paper, section 2.1).
             `"hidden_layers"`: the outputs of `target_layer_ids`, paths averaged, concatenated (vanilla DFlash).
@@ -78,10 +78,10 @@ class HyperDFlashConfig(PreTrainedConfig):
         markov_rank (`int`, *optional*, defaults to 256), markov_gate (`bool`, *optional*, defaults to `False`):
             Rank of that bias, and whether the slot's hidden state weighs its parts.
         draft_confidence (`bool`, *optional*, defaults to `False`):
-            Estimate each slot's acceptance, and draft no more than is worth verifying.
+            Estimate the acceptance of each slot, and draft only what is worth verifying.
         verify_cost (`float`, *optional*, defaults to 0.03):
-            Time of one more draft and its verification, as a share of a round without drafts; the measure of what is
-            worth it (`python -m hyperdflash.benchmark.profile_rounds` measures it).
+            Time of one more draft and its verification, as a share of a round without drafts, against which a draft's
+            gain is weighed (`python -m hyperdflash.benchmark.profile_rounds` measures it).
         bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`,
         *optional*):
             The target's. transformers' text-generation pipeline compares them with the target's own.
@@ -89,7 +89,7 @@ class HyperDFlashConfig(PreTrainedConfig):
         *optional*):
             The target this drafter was made for; the fingerprint is compared at the first `generate`.
         encoding (`dict`, *optional*):
-            Generation of the chat encoding and modes trained on, as `{"generation": ..., "modes": [...]}`.
+            Generation of the chat encoding, and the modes trained on, as `{"generation": ..., "modes": [...]}`.
 
     Raises huggingface_hub's `StrictDataclassClassValidationError` for values that contradict each other, naming them;
     `StrictDataclassFieldValidationError` for a value of the wrong type.
@@ -140,11 +140,12 @@ class HyperDFlashConfig(PreTrainedConfig):
     target_fingerprint: dict | None = None
     encoding: dict | None = None
 
-    def __post_init__(self, **kwargs):
+    def __post_init__(self, **kwargs) -> None:
         if self.target_layer_ids is None:
             self.target_layer_ids = [self.target_num_hidden_layers - 1]
         if self.layer_types is None:
             self.layer_types = ["sliding_attention"] * self.num_hidden_layers
+        # The library would take the second and ignore the first, which an editor of config.json may have meant
         theta, stated = kwargs.get("rope_theta"), (self.rope_parameters or {}).get("rope_theta")
         if None not in (theta, stated) and theta != stated:
             raise ValueError(f"rope_theta {theta} contradicts rope_parameters, which has {stated}: change it there")
@@ -155,23 +156,23 @@ class HyperDFlashConfig(PreTrainedConfig):
         """Target layers whose outputs the drafter reads; None for the residual before hc_head."""
         return self.target_layer_ids if self.context_source == "hidden_layers" else None
 
-    def validate_block(self):
+    def validate_block(self) -> None:
         """Block, vocabulary and mask token fit each other."""
         if self.block_size < 1:
-            raise ValueError(f"block_size counts the anchor, so it is at least 1; got {self.block_size}")
+            raise ValueError(f"block_size counts the anchor, so it must be at least 1; got {self.block_size}")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows"
             )
 
-    def validate_heads(self):
-        """Rank and cost are possible ones."""
+    def validate_heads(self) -> None:
+        """Rank and cost are in range."""
         if self.markov_rank < 1:
-            raise ValueError(f"markov_rank is at least 1; got {self.markov_rank}")
+            raise ValueError(f"markov_rank must be at least 1; got {self.markov_rank}")
         if not 0 <= self.verify_cost < float("inf"):
-            raise ValueError(f"verify_cost is a share of a round's time, at least 0; got {self.verify_cost}")
+            raise ValueError(f"verify_cost, a share of a round's time, must be at least 0; got {self.verify_cost}")
 
-    def validate_context(self):
+    def validate_context(self) -> None:
         """Source, tapped layers and reducer fit each other."""
         for name, value, allowed in (
             ("context_source", self.context_source, CONTEXT_SOURCES),
@@ -180,7 +181,7 @@ class HyperDFlashConfig(PreTrainedConfig):
             *(("layer_types", layer_type, LAYER_TYPES) for layer_type in self.layer_types),
         ):
             if value not in allowed:
-                raise ValueError(f"{name} is one of {allowed}; got {value!r}")
+                raise ValueError(f"{name} must be one of {allowed}; got {value!r}")
         last = self.target_num_hidden_layers - 1
         if not self.target_layer_ids or not all(0 <= i <= last for i in self.target_layer_ids):
             raise ValueError(f"target_layer_ids {self.target_layer_ids} must lie in 0..{last}, the target's layers")
@@ -199,18 +200,18 @@ class HyperDFlashConfig(PreTrainedConfig):
                 f"{self.hidden_size}; use reducer 'fc'"
             )
 
-    def validate_layers(self):
-        """One layer type a layer, and heads in whole groups."""
+    def validate_layers(self) -> None:
+        """Sizes are at least 1, and the heads divide into groups."""
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
         if self.sliding_window < 1:
             raise ValueError(
-                f"sliding_window counts the position itself, so it is at least 1; got {self.sliding_window}"
+                f"sliding_window counts the position itself, so it must be at least 1; got {self.sliding_window}"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is no multiple of num_key_value_heads "
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
                 f"{self.num_key_value_heads}"
             )
 

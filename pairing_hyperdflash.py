@@ -1,7 +1,7 @@
-"""Does this call suit a drafter, and does this drafter suit this target? One error, before any work.
+"""Can a drafter serve this call, and this target? If not, one error, before any work.
 
-A pair of other shapes is refused; a target of the same shape but other weights is told apart by its fingerprint: a few
-numbers of its hc_head, final norm and embedding that `init` and training store in the drafter's config.
+A pair whose shapes differ is refused; a target of the same shapes but other weights is recognised by its fingerprint:
+a few numbers of its hc_head, final norm and embedding, which `init` and training store in the drafter's config.
 """
 
 import inspect
@@ -9,8 +9,9 @@ from itertools import chain
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
@@ -19,7 +20,7 @@ logger = logging.get_logger(__name__)
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def check_call(generation_mode, config) -> None:
+def check_call(generation_mode: GenerationMode, config: GenerationConfig) -> None:
     """Raises `ValueError` for options of `generate` that a drafter cannot honour."""
     if generation_mode != GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
@@ -44,8 +45,8 @@ def check_call(generation_mode, config) -> None:
         raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
 
 
-def check_shapes(config, target_config) -> None:
-    """Raises `ValueError` for a target of other shapes than the drafter was made for."""
+def check_shapes(config: PreTrainedConfig, target_config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a target whose shapes are not those the drafter was made for."""
     for what, ours, theirs in (
         ("vocabulary", config.vocab_size, target_config.vocab_size),
         ("hidden size", config.target_hidden_size, target_config.hidden_size),
@@ -59,8 +60,8 @@ def check_shapes(config, target_config) -> None:
             )
 
 
-def check_pair(drafter, target) -> None:
-    """Raises `ValueError` for a target of other shapes than the drafter's, or a mask token that cannot be one."""
+def check_pair(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> None:
+    """Raises `ValueError` for a target of other shapes than the drafter's, and for a mask token that cannot be one."""
     config, target_config = drafter.config, target.config
     check_target(target)
     config.validate_heads()  # `verify_cost` may have been set since
@@ -79,8 +80,8 @@ def check_pair(drafter, target) -> None:
         raise ValueError("the drafter has no weights (meta device): load it with from_pretrained")
 
 
-def check_target(target) -> None:
-    """Raises `ValueError` for a target in a state in which its own decoding is not right either."""
+def check_target(target: DeepseekV4ForCausalLM) -> None:
+    """Raises `ValueError` for a target that is in a state in which its plain decoding goes wrong too."""
     attention = target.config._attn_implementation
     if attention is not None and attention.startswith("paged|"):
         raise ValueError(
@@ -96,8 +97,8 @@ def check_target(target) -> None:
         )
 
 
-def special_token_name(token_id: int, *configs) -> str | None:
-    """Which of BOS, EOS and pad a token is in any of the configs (EOS may be a list there), or None."""
+def special_token_name(token_id: int, *configs: PreTrainedConfig | GenerationConfig) -> str | None:
+    """The field of BOS, EOS or pad that names this token in one of the configs (EOS may be a list), or None."""
     for name in SPECIAL_TOKENS:
         ids = [getattr(config, name) for config in configs]
         if any(token_id in (i if isinstance(i, list) else [i]) for i in ids):
@@ -105,7 +106,9 @@ def special_token_name(token_id: int, *configs) -> str | None:
     return None
 
 
-def check_inputs(input_ids, generation_config, model_kwargs, synced_gpus) -> Cache:
+def check_inputs(
+    input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, synced_gpus: bool
+) -> Cache:
     """The call's cache; raises `ValueError` for prompts, caches and modes that a drafter cannot work with."""
     if input_ids.shape[0] != 1:
         raise ValueError(
@@ -150,8 +153,7 @@ def target_fingerprint(tensors: dict[str, torch.Tensor]) -> dict[str, list[float
     """A few numbers of each tensor, from values rounded to bf16: its root mean square and eight evenly spaced entries.
 
     Args:
-        tensors: hc_head's three tensors, the final norm and some embedding rows, under the names of
-        `fingerprint_tensors`.
+        tensors: hc_head's three, the final norm and some embedding rows, under the names of `fingerprint_tensors`.
     """
     fingerprint = {}
     for name, tensor in tensors.items():

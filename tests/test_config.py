@@ -91,7 +91,7 @@ def test_the_changed_fields_are_all_fields():
     ("fields", "named"),
     [
         ({"block_size": 0}, "block_size.*0"),
-        ({"draft_head": "rnn"}, "draft_head is one of .*'rnn'"),
+        ({"draft_head": "rnn"}, "draft_head must be one of .*'rnn'"),
         ({"markov_rank": 0}, "markov_rank.*0"),
         ({"verify_cost": -0.1}, "verify_cost.*-0.1"),
         ({"verify_cost": float("nan")}, "verify_cost.*nan"),

@@ -1,12 +1,11 @@
 """Make a drafter for a DeepSeek-V4 checkpoint: `hyperdflash init TARGET OUT`.
 
-    hyperdflash init deepseek-ai/DeepSeek-V4-Flash drafter                 # a Hub id: fetches up to three shards
+    hyperdflash init deepseek-ai/DeepSeek-V4-Flash drafter                 # a Hub id: fetches a few tensors
     hyperdflash init examples/tiny/target drafter --mask-token-id 3        # seconds on a CPU
 
 Of the target only `config.json`, the safetensors index and a few tensors are read: hc_head's three, the final norm and
-four embedding rows, from the shards that hold them, in the official naming or in transformers'. None of them is ever
-quantised. The result is a Hub folder: configuration, random weights around the inherited gate, the code, and
-`custom_generate/`.
+four embedding rows, in the official naming or in transformers' own. Checkpoints never quantise them. The result is a
+Hub folder: configuration, random weights around the inherited gate, the code, and `custom_generate/`.
 """
 
 import argparse
@@ -93,20 +92,23 @@ def spread_layers(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def choose_mask_token(target: DeepseekV4Config, mask_token_id: int | None) -> int:
-    """The mask token, checked. Raises `ValueError` when none is given for a vocabulary that is not V4's, or when it is
-    outside the vocabulary or one of the target's special tokens."""
+    """The mask token, checked.
+
+    Raises `ValueError` when none is given for a vocabulary that is not V4's, and for one that is outside the
+    vocabulary or one of the target's special tokens.
+    """
     V = target.vocab_size
     if mask_token_id is None:
         if V != V4_VOCAB_SIZE:
             raise ValueError(
-                f"which token of the target's {V} is free for use as the mask is not known (V4-Flash's is "
-                f"{V4_MASK_TOKEN_ID} of {V4_VOCAB_SIZE}): say it with --mask-token-id (mask_token_id=)"
+                f"the target has a vocabulary of {V} tokens, not V4's {V4_VOCAB_SIZE}, so its mask token is unknown: "
+                "name one that texts do not use with --mask-token-id (mask_token_id=)"
             )
         mask_token_id = V4_MASK_TOKEN_ID
     if not 0 <= mask_token_id < V:
         raise ValueError(f"mask_token_id {mask_token_id} is outside the target's vocabulary of {V} tokens")
     if name := special_token_name(mask_token_id, target):
-        raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose a token of its own")
+        raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose another token")
     return mask_token_id
 
 
@@ -173,7 +175,7 @@ def check_useful(config: HyperDFlashConfig, given: dict) -> None:
 
 
 def warn_of_ordinary_token(checkpoint: TargetCheckpoint, token_id: int) -> None:
-    """Say that a mask token is one of the target's words, if its tokenizer can be read."""
+    """Warn of a mask token that is an ordinary word of the target's, if its tokenizer can be read."""
     try:
         tokenizer = json.loads(checkpoint.file("tokenizer.json").read_text(encoding="utf-8"))
         added = {token["id"] for token in tokenizer["added_tokens"]}
