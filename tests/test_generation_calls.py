@@ -775,14 +775,16 @@ def test_another_model_than_a_deepseek_v4_is_refused_in_one_sentence(target, pro
         greedy(llama(target), prompt, 8, assistant_model=tiny_drafter(target))
 
 
-def test_the_text_generation_pipeline_takes_a_drafter(tmp_path):
+@pytest.mark.parametrize("folder", [None, TINY_WORLD_TARGET.with_name("drafter")], ids=["made by init", "example"])
+def test_the_text_generation_pipeline_takes_a_drafter(tmp_path, folder):
     """It compares the special tokens of both configurations, which raised an AttributeError."""
-    folder = init_drafter(TINY_WORLD_TARGET, tmp_path / "drafter", mask_token_id=3)
     target = DeepseekV4ForCausalLM.from_pretrained(TINY_WORLD_TARGET)
     tokenizer = AutoTokenizer.from_pretrained(TINY_WORLD_TARGET)
-    drafter = HyperDFlashModel.from_pretrained(folder)
-    calls, draft = [], drafter.draft
-    drafter.draft = lambda request: calls.append(1) or draft(request)
+    drafter = HyperDFlashModel.from_pretrained(
+        folder or init_drafter(TINY_WORLD_TARGET, tmp_path / "d", mask_token_id=3)
+    )
+    calls, draft_hidden = [], drafter.draft_hidden
+    drafter.draft_hidden = lambda request: calls.append(1) or draft_hidden(request)
     options = {"do_sample": False, "max_new_tokens": 8, "return_full_text": False}
     texts = ["def add(a, b):", "The three largest"]
     plain = pipeline("text-generation", model=target, tokenizer=tokenizer)

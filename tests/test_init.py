@@ -11,8 +11,8 @@ from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_target
-from transformers import DeepseekV4Config, DynamicCache
+from tiny_v4 import MASK_TOKEN_ID, TINY_WORLD_TARGET, features_recipe, greedy, random_ids, tiny_target
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from hyperdflash import __main__ as cli
 from hyperdflash import generation_hyperdflash
@@ -306,6 +306,20 @@ def test_a_drafter_of_another_width_than_the_targets_drafts_and_learns(mixed, ta
     loss.backward()
     for projection in (drafter.embed_proj, drafter.head_proj):
         assert projection.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_a_drafter_of_another_width_whose_checkpoint_drafts(tmp_path):
+    """Online and with its own evaluation by decoding; the tiny target is 192 wide."""
+    more = "features: online\nnum_train_epochs: 1\neval_decode_prompts: 1\neval_strategy: epoch\nreport_to: none\n"
+    recipe = features_recipe(tmp_path, more)
+    options = "drafter={mask_token_id: 3, num_hidden_layers: 1, hidden_size: 64}"
+    assert cli.main(["train", str(recipe), options]) == 0
+    drafter = HyperDFlashModel.from_pretrained(tmp_path / "run" / "final")
+    assert (drafter.config.hidden_size, drafter.config.reducer) == (64, "fc")
+    assert drafter.embed_proj.weight.shape == (64, 192)
+    target, ids = DeepseekV4ForCausalLM.from_pretrained(TINY_WORLD_TARGET), torch.arange(20, 29)[None]
+    assert torch.equal(greedy(target, ids, 8, assistant_model=drafter), greedy(target, ids, 8))
 
 
 def test_a_drafter_of_the_targets_width_has_no_projections(mixed, tmp_path):
