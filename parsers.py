@@ -9,6 +9,7 @@ from pathlib import Path
 from . import __version__
 from .common.console import UsageError
 from .common.options import (
+    DRAFTER_OPTIONS,
     Parser,
     add_device,
     add_effort,
@@ -22,9 +23,6 @@ from .common.options import (
 from .encoding_deepseek_v4 import MODES
 
 # What their modules say, which take seconds to import; tests/test_cli.py holds them together
-CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
-REDUCERS = ("hc_gate", "fc", "mean")
-DRAFT_HEADS = ("none", "markov")
 PUBLIC_SETS = ("gsm8k", "math-500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 NUM_BUILT_IN_PROMPTS = 6
 EXPORT_FORMATS = ("hf", "vllm")
@@ -126,38 +124,9 @@ def _init(commands) -> None:
     )
     parser.add_argument("target", metavar="TARGET", help=TARGET)
     parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument("--block-size", type=at_least(2), default=7, help="positions of a block, the anchor included")
-    parser.add_argument("--mask-token-id", type=int, help="needed unless the vocabulary is V4's 129,280")
-    parser.add_argument(
-        "--context-source", choices=CONTEXT_SOURCES, default="pre_hc_head", help="what the drafter attends to"
-    )
-    parser.add_argument("--reducer", choices=REDUCERS, help="default: hc_gate wherever it can be inherited, else fc")
-    parser.add_argument(
-        "--target-layer-ids",
-        type=int,
-        nargs="+",
-        metavar="I",
-        help="for --context-source hidden_layers (default: one for each drafter layer, evenly spaced)",
-    )
-    parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
-    parser.add_argument("--markov-gate", action="store_true", help="the slot's hidden state weighs the bias's parts")
-    parser.add_argument("--draft-confidence", action="store_true", help="draft only what is worth verifying")
-    parser.add_argument(
-        "--verify-cost", type=float, default=0.03, help="of one more draft, as a share of a round without drafts"
-    )
-    sizes = {
-        "--hidden-size": "the target's",
-        "--intermediate-size": "three times the width, rounded up to a multiple of 64",
-        "--num-hidden-layers": "5 from a width of 1024 on, else 2",
-        "--num-attention-heads": "the width divided by the head size",
-        "--num-key-value-heads": "a quarter of the heads, where that divides",
-        "--head-dim": "128, 64 or 16, by the width",
-        "--sliding-window": "2048",
-        "--markov-rank": "256",
-    }
-    for option, default in sizes.items():
-        parser.add_argument(option, type=at_least(1), metavar="N", help=f"default: {default}")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id (default: main)")
+    for name, flag in DRAFTER_OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, **flag)
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.set_defaults(run="training.init")
 

@@ -15,6 +15,11 @@ from .console import UsageError
 # Not float16: transformers keeps parts of DeepSeek-V4 in fp32, which its forward then multiplies with halves
 DTYPES = ("auto", "float32", "bfloat16")
 
+# What HyperDFlashConfig says, which takes seconds to import; tests/test_cli.py holds them together
+CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
+REDUCERS = ("hc_gate", "fc", "mean")
+DRAFT_HEADS = ("none", "markov")
+
 
 class HelpFormatter(argparse.HelpFormatter):
     """Shows every default that is a value, e.g. not the None of an option that is simply absent."""
@@ -193,3 +198,34 @@ def check_sampling(args: argparse.Namespace) -> None:
         if args.temperature == 0 and getattr(args, name, neutral) != neutral:
             option = "--" + name.replace("_", "-")
             raise UsageError(f"{option} is for sampling: add --temperature 1, or any other above 0")
+
+
+# -------------------------------------------------------------------------------------------- options of a new drafter
+
+# Fields of HyperDFlashConfig, where they are documented, and their flags in `hyperdflash init`. None is the default of
+# all: `init_drafter` tells what was given from what was not
+DRAFTER_OPTIONS = {
+    "block_size": {"type": at_least(2), "help": "positions of a block, the anchor included (default: 7)"},
+    "mask_token_id": {"type": int, "help": "needed unless the vocabulary is V4's 129,280 (default there: 128799)"},
+    "context_source": {"choices": CONTEXT_SOURCES, "help": "what is read of the target (default: pre_hc_head)"},
+    "target_layer_ids": {
+        "type": int,
+        "nargs": "+",
+        "metavar": "I",
+        "help": "for hidden_layers (default: one for each drafter layer, evenly spaced)",
+    },
+    "reducer": {"choices": REDUCERS, "help": "default: hc_gate wherever it can be inherited, else fc"},
+    "reducer_path_norm": {"action": argparse.BooleanOptionalAction, "help": "norm of each path (default: yes)"},
+    "draft_head": {"choices": DRAFT_HEADS, "help": "markov is beyond the paper (default: none)"},
+    "markov_rank": {"type": at_least(1), "help": "rank of the Markov head (default: 256)"},
+    "markov_gate": {"action": "store_true", "help": "the slot's hidden state weighs the bias's parts (default: no)"},
+    "draft_confidence": {"action": "store_true", "help": "draft only what is worth verifying (default: no)"},
+    "verify_cost": {"type": float, "help": "of one more draft, as a share of a round without drafts (default: 0.03)"},
+    "hidden_size": {"type": at_least(1), "help": "width (default: the target's)"},
+    "intermediate_size": {"type": at_least(1), "help": "width of the MLP (default: 3 x hidden size)"},
+    "num_hidden_layers": {"type": at_least(1), "help": "layers (default: 5 from a width of 1024 on, else 2)"},
+    "num_attention_heads": {"type": at_least(1), "help": "default: as many as make up the width"},
+    "num_key_value_heads": {"type": at_least(1), "help": "default: a quarter of the heads"},
+    "head_dim": {"type": at_least(1), "help": "default: 128, and less for a width below 1024"},
+    "sliding_window": {"type": at_least(1), "help": "positions that a slot can see, itself included (default: 2048)"},
+}

@@ -16,6 +16,7 @@ from transformers import Qwen3Config
 
 from hyperdflash import parsers
 from hyperdflash.__main__ import main
+from hyperdflash.common import options
 from hyperdflash.common.checkpoint import load_target
 from hyperdflash.generation import generate
 from hyperdflash.generation.decoding import first_difference
@@ -291,13 +292,13 @@ def test_what_the_options_repeat_is_what_the_modules_say():
 
     assert tuple(PUBLIC_SETS) == parsers.PUBLIC_SETS
     assert len(BUILT_IN_PROMPTS) == parsers.NUM_BUILT_IN_PROMPTS
-    assert (CONTEXT_SOURCES, REDUCERS) == (parsers.CONTEXT_SOURCES, parsers.REDUCERS)
-    assert (DRAFT_HEADS, FORMATS) == (parsers.DRAFT_HEADS, parsers.EXPORT_FORMATS)
-    options = dict(all_parsers(make_parser()))
-    assert options["hyperdflash data preview"].get_default("max_length") == EncodingSettings.max_length
-    sizes = {action.dest: action.help for action in options["hyperdflash init"]._actions}
-    for name in ("sliding_window", "markov_rank"):
-        assert sizes[name] == f"default: {getattr(HyperDFlashConfig, name)}"
+    assert (CONTEXT_SOURCES, REDUCERS) == (options.CONTEXT_SOURCES, options.REDUCERS)
+    assert (DRAFT_HEADS, FORMATS) == (options.DRAFT_HEADS, parsers.EXPORT_FORMATS)
+    preview = dict(all_parsers(make_parser()))["hyperdflash data preview"]
+    assert preview.get_default("max_length") == EncodingSettings.max_length
+    for name in ("sliding_window", "markov_rank", "verify_cost", "draft_head", "context_source"):
+        default = getattr(HyperDFlashConfig, name)
+        assert options.DRAFTER_OPTIONS[name]["help"].endswith(f"(default: {default})")
 
 
 def test_a_broken_chat_file_is_named(tmp_path, capsys):

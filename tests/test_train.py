@@ -492,8 +492,9 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stop
         state.write_text(state.read_text()[:200])
     else:
         state.unlink()
-        for file in (stopped / "checkpoint-6").iterdir() if remains == "nothing at all" else []:
-            file.unlink()
+        if remains == "nothing at all":
+            shutil.rmtree(stopped / "checkpoint-6")
+            (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "junk").write_text("of the killed run")
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
     assert result.status == 0, result.err
