@@ -218,7 +218,7 @@ def _plot(commands) -> None:
 
 
 def _data(commands) -> None:
-    text = "look at training data, or have the target write it"
+    text = "look at training data, or regenerate its answers"
     data = commands.add_parser("data", help=text, description=text).add_commands("data_command")
     _preview(data)
     _regenerate(data)
@@ -231,7 +231,7 @@ def _preview(commands) -> None:
         description="Show the first rows of a data file as training will see them, token by token.",
         check=lambda args: check_effort(args, ["thinking"]),  # a row can be
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL file, glob pattern, or Hub data set")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data file, glob, or Hub data set")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
     add_encoding(parser, row_wins=True)
     parser.add_argument("--max-length", type=at_least(3), default=3072, help="in tokens")
@@ -246,12 +246,11 @@ _SERVER_OPTIONS = ("model", "concurrency", "retries", "timeout", "api_key_env")
 def _regenerate(commands) -> None:
     parser = commands.add_parser(
         "regenerate",
-        help="let the target write the answers of a data set",
-        description="Let the target write the answers of a data set again. Run the same command again to resume after "
-        "a stop.",
+        help="regenerate the answers of a data set with the target",
+        description="Regenerate the answers of a data set with the target. Run the same command again to resume.",
         check=_check_regenerate,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines, patterns, or ids of Hub data sets")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data files, globs, or Hub data sets")
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl", help="file for the answers")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--target", help=f"{TARGET}, to be run here")

@@ -36,7 +36,7 @@ def cut(messages: list[dict], tokenizer, rng: np.random.Generator) -> list[dict]
 
 def cut_all(file: Path, tokenizer, rng: np.random.Generator) -> Iterator[list[dict]]:
     """The file's conversations in a random order, each cut."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").strip().split("\n")  # splitlines() also cuts at U+2028 inside a text
     for i in rng.permutation(len(lines)):
         messages = cut(json.loads(lines[i])["messages"], tokenizer, rng)
         if messages is not None:
