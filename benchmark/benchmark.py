@@ -20,6 +20,7 @@ import math
 import random
 import sys
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -27,10 +28,10 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from ..common.checkpoint import DTYPES, TargetCheckpoint, load_target
+from ..common.checkpoint import DTYPES, TargetCheckpoint, encoding_mismatch, load_target
 from ..common.console import UsageError, check_positive, progress_is_hidden
 from ..common.files import write_atomically
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import MODES, check_options, encode_with_mask, to_message
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.trace import write_trace
 from ..generation.trace_recorder import RoundRecorder, Trace
@@ -335,7 +336,7 @@ def run(args: argparse.Namespace) -> int:
         raise OSError("no set is left to measure")
     target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
     arms = load_arms(methods, target, checkpoint, args.dtype)
-    _warn_of_encoding(arms, args.generation)
+    _warn_of_encoding(arms, args.modes, args.generation)
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
@@ -375,9 +376,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
         raise UsageError(f"--effort {args.effort} is for thinking mode: add --modes thinking")
     for mode in args.modes:
         try:
-            encode_messages(
-                [{"role": "user", "content": "?"}], mode=mode, effort=args.effort, generation=args.generation
-            )
+            check_options(mode, args.effort, args.generation)
         except ValueError as error:
             raise UsageError(str(error)) from error
     if args.trace and all(method.name in (TARGET_ONLY, PROMPT_LOOKUP) for method in methods):
@@ -398,14 +397,14 @@ def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
     return [prompts.select(args.num_prompts) for prompts in sets], missing
 
 
-def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
-    """Say which drafters were trained on texts of another chat encoding."""
-    for arm in arms:
-        trained = (getattr(getattr(arm.assistant, "config", None), "encoding", None) or {}).get("generation")
-        if trained not in (None, generation):
-            name = arm.checkpoint or arm.method
-            text = f"{name} was trained on generation {trained} of the chat encoding, and prompts are of {generation}"
-            print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
+def _warn_of_encoding(arms: list[Arm], modes: list[str], generation: str) -> None:
+    """Say which drafters were trained on texts of another mode or generation of the chat encoding."""
+    said = {}  # once for a checkpoint of several methods
+    for arm, mode in product(arms, modes):
+        if text := encoding_mismatch(getattr(arm.assistant, "config", None), mode, generation):
+            said[f"hyperdflash benchmark: warning: {arm.checkpoint or arm.method} {text}; it will accept less"] = None
+    for line in said:
+        print(line, file=sys.stderr)
 
 
 def _warn_of_code(records: Records) -> None:

@@ -21,15 +21,15 @@ from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 from rich.markup import escape
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from ..benchmark.prompt_sets import history_and_turns
-from ..common.checkpoint import DTYPES, check_drafter_type, check_folder, load_drafter, load_target
-from ..common.console import check_positive
+from ..common.checkpoint import DTYPES, check_folder, encoding_mismatch, load_drafter, load_target
+from ..common.console import UsageError, check_positive
 from ..common.data_files import read_rows
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..encoding_deepseek_v4 import MODES, check_options, encode_messages, encode_with_mask
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
@@ -143,9 +143,9 @@ def check_encoding(pair: Pair) -> Finding:
     trained = (pair.config.encoding or {}).get("modes")
     if not trained:
         return Finding("encoding", OK, "the config does not say which modes it was trained on")
-    if pair.mode not in trained:
-        text = f"the drafter was trained on {' and '.join(trained)} texts, and these are {pair.mode}"
-        return Finding("encoding", WARNING, text, f"use --mode {trained[0]}, or train on {pair.mode} answers")
+    if text := encoding_mismatch(pair.config, pair.mode, pair.config.encoding.get("generation")):
+        fix = f"use --mode {trained[0]}, or train on {pair.mode} answers"
+        return Finding("encoding", WARNING, f"the drafter {text}", fix)
     return Finding("encoding", OK, f"trained on {pair.mode} texts, as asked for")
 
 
@@ -375,9 +375,15 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 0, or `CAUSE_FOUND`."""
+    """Run the command; returns 0, or `CAUSE_FOUND`.
+
+    Raises `UsageError` for what was typed wrongly, the two folders in the wrong order included; `ValueError` and
+    `OSError` where nothing can be looked for.
+    """
     check_positive(args, "num_prompts", "max_new_tokens", "threads")
-    check_folder(args.drafter)
+    if args.effort is not None and args.mode != "thinking":
+        raise UsageError(f"--effort {args.effort} is for thinking mode: add --mode thinking")
+    check_types(args)
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
@@ -400,18 +406,36 @@ def run(args: argparse.Namespace) -> int:
     return CAUSE_FOUND if causes else 0
 
 
+def check_types(args: argparse.Namespace) -> None:
+    """Raises `UsageError` unless the two names are a target's and a drafter's in this order, `OSError` for none at
+    all: a mistyped name is not a reason why a drafter accepts little."""
+    names = {"target": (args.target, args.target_revision), "drafter": (args.drafter, args.drafter_revision)}
+    types = {}
+    for role, (name, revision) in names.items():
+        check_folder(name)
+        types[role] = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
+    if (types["target"], types["drafter"]) == ("hyperdflash", "deepseek_v4"):
+        raise UsageError(f"{args.target} is the drafter and {args.drafter} the target: name the target first")
+    for role, model_type in (("target", "deepseek_v4"), ("drafter", "hyperdflash")):
+        if types[role] != model_type:
+            found = f"its model_type is {types[role]!r}" if types[role] else "it has no config.json with a model_type"
+            raise UsageError(f"{names[role][0]} is not a {role}: {found}, not {model_type!r}")
+
+
 def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -> Iterator[Finding]:
     """The findings; that a drafter cannot be loaded is the first of them, and then the only one."""
     errors = (StrictDataclassError, ValueError, OSError)
     try:  # what can be said before the target is loaded
-        check_drafter_type(args.drafter, args.drafter_revision)
         config = HyperDFlashConfig.from_pretrained(args.drafter, revision=args.drafter_revision)
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
         return
     generation = (config.encoding or {}).get("generation", "preview")
     encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
-    encode_messages(chats[0][0], **encoding)  # raises for an effort that there is not
+    try:
+        check_options(**encoding)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
     try:
         drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)

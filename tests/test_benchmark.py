@@ -870,6 +870,26 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--modes", "non-thinking"), None),
+        (("--modes", "non-thinking", "thinking"), "on non-thinking texts, but the prompts are in thinking mode"),
+        (("--generation", "0731"), "for generation preview of the chat encoding, but the prompts are for 0731"),
+    ],
+    ids=str,
+)
+def test_a_drafter_trained_on_other_texts_is_told_once(command, target, tmp_path, capsys, options, words):
+    drafter = tiny_drafter(target)
+    drafter.config.encoding = {"generation": "preview", "modes": ["non-thinking"]}
+    drafter.save_pretrained(tmp_path / "own")
+    methods = [f"hyperdflash:{number}={tmp_path / 'own'}" for number in (2, 3)]
+    assert command(*options, methods=[*methods, "mtp:2=mtp"])[0] == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    said = f"hyperdflash benchmark: warning: own was trained {words}; it will accept less"
+    assert warnings == ([] if words is None else [said])
+
+
 def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(command, world, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(module, "load_target", lambda *args: pytest.fail("loaded"))
     folder = tmp_path / "mtp"

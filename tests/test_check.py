@@ -217,7 +217,7 @@ def test_a_mask_token_without_an_embedding_is_named(world):
 def test_a_mode_that_was_not_trained_on_is_a_warning(world):
     found = check.check_encoding(world.pair(world.drafter, mode="thinking"))
     assert found.status == WARNING
-    assert "trained on non-thinking texts, and these are thinking" in found.text
+    assert "trained on non-thinking texts, but the prompts are in thinking mode" in found.text
 
 
 class Elsewhere(torch.Tensor):
@@ -504,7 +504,6 @@ def test_data_that_the_target_did_not_write_is_named(school):
         ({"intermediate_size": 256}, "mismatched keys"),
         ({"reducer_path_norm": False}, "unexpected keys: reducer.path_norm"),
         ({"context_source": "hidden_layers"}, "reducer 'hc_gate' needs context_source 'pre_hc_head'"),
-        ({"model_type": "qwen3"}, "its model_type is qwen3"),
     ],
     ids=str,
 )
@@ -546,6 +545,8 @@ def test_warnings_alone_are_no_failure(monkeypatch, capsys):
         (["--max-new-tokens", "0"], 2, "--max-new-tokens must be at least 1, got 0"),
         (["--threads", "0"], 2, "--threads must be at least 1, got 0"),
         (["--threads", "-1"], 2, "--threads must be at least 1, got -1"),
+        (["--effort", "high"], 2, "--effort high is for thinking mode: add --mode thinking"),
+        (["--mode", "thinking", "--effort", "huge"], 2, "unknown effort 'huge'"),
         (["--prompts", "nowhere.jsonl"], 1, "no data file nowhere.jsonl"),
         (["--max-new-tokens", "3000"], 1, "prompt 1 has 28 tokens"),
         (["--max-new-tokens", "2", "--num-prompts", "1"], 1, "the target wrote only 1 tokens to judge by"),
@@ -558,6 +559,27 @@ def test_what_cannot_be_checked_is_said_in_one_line(capsys, arguments, status, w
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("hyperdflash check: ")
     assert words in error
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "status", "words"),
+    [
+        (DRAFTER, TARGET, 2, "drafter-paper is the drafter and"),
+        (DRAFTER, DRAFTER, 2, "drafter-paper is not a target: its model_type is 'hyperdflash', not 'deepseek_v4'"),
+        (TARGET, TARGET, 2, "target is not a drafter: its model_type is 'deepseek_v4', not 'hyperdflash'"),
+        ("./nowhere", DRAFTER, 1, "no folder ./nowhere"),
+        (TARGET, "./nowhere", 1, "no folder ./nowhere"),
+        (TARGET, TARGET.parent, 2, "tiny is not a drafter: it has no config.json with a model_type"),
+    ],
+    ids=str,
+)
+def test_a_missing_or_swapped_folder_is_not_a_cause(capsys, monkeypatch, target, drafter, status, words):
+    monkeypatch.setattr(check, "load_target", lambda *args: pytest.fail("loaded"))
+    assert main(["check", str(target), str(drafter)]) == status != CAUSE_FOUND
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("hyperdflash check: ")
+    assert words in captured.err
 
 
 def test_prompts_are_those_of_a_benchmark_and_answers_come_with_them(tmp_path):
