@@ -39,12 +39,11 @@ from .environment import command_text, environment, run_settings
 from .methods import (
     PROMPT_LOOKUP,
     TARGET_ONLY,
-    Arm,
     Method,
-    check_methods,
-    load_arms,
+    Variant,
+    find_checkpoints,
+    load_variants,
     parse_methods,
-    place,
 )
 from .plot import check_pictures, draw_pictures
 from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
@@ -85,13 +84,13 @@ class Plan:
 
     @property
     def num_turns(self) -> int:
-        """Turns to be answered by each arm, if no prompt is too long."""
+        """Turns to be answered by each variant, if no prompt is too long."""
         return sum(len(prompt.turns) for prompts, *_ in self.cells() for prompt in prompts.prompts)
 
 
 @dataclass
 class Benchmark:
-    """Measures a plan with all arms.
+    """Measures a plan with all variants.
 
     Attributes:
         left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
@@ -102,7 +101,7 @@ class Benchmark:
 
     target: torch.nn.Module
     tokenizer: object
-    arms: list[Arm]
+    variants: list[Variant]
     plan: Plan
     records: Records
     left_out: list[dict] = field(default_factory=list)
@@ -114,7 +113,7 @@ class Benchmark:
 
     def run(self) -> None:
         """Measure what the records lack."""
-        total, hidden = self.plan.num_turns * len(self.arms), progress_is_hidden()
+        total, hidden = self.plan.num_turns * len(self.variants), progress_is_hidden()
         start = self.records.num_resumed
         with tqdm(
             total=total, initial=start, desc="Decoding", unit="call", disable=hidden, smoothing=0.05
@@ -126,8 +125,8 @@ class Benchmark:
                     self.converse(cell, prompt)
 
     def converse(self, cell: dict, prompt: Prompt) -> None:
-        """Have every turn of a prompt answered by all arms, in an order of its own."""
-        messages, order = list(prompt.history), list(self.arms)
+        """Have every turn of a prompt answered by all variants, in an order of its own."""
+        messages, order = list(prompt.history), list(self.variants)
         random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
         for turn, text in enumerate(prompt.turns):
             messages.append({"role": "user", "content": text})
@@ -136,9 +135,9 @@ class Benchmark:
             self.now = question = {**cell, "prompt": prompt.index, "turn": turn}
             if len(ids) > self.max_prompt_tokens:
                 self.left_out.append({**question, "num_prompt_tokens": len(ids)})
-                self.bar.total -= (len(prompt.turns) - turn) * len(self.arms)
+                self.bar.total -= (len(prompt.turns) - turn) * len(self.variants)
                 return
-            answers = {arm.key: self.answer(arm, ids, question) for arm in order}
+            answers = {variant.key: self.answer(variant, ids, question) for variant in order}
             self.now = question
             if cell["temperature"] == 0:
                 self.compare(ids, answers, question)
@@ -149,32 +148,32 @@ class Benchmark:
         options = {"mode": mode, **self.plan.encoding, "add_generation_prompt": True}
         return encode_with_mask(messages, self.tokenizer, **options)[0]
 
-    def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
+    def answer(self, variant: Variant, ids: list[int], question: dict) -> list[int]:
         """The ids of an answer: recorded before, or decoded and recorded now."""
-        self.now = names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
+        self.now = names = {"method": variant.method, "checkpoint": variant.checkpoint, **question}
         key = tuple(names[name] for name in KEY)
         if key not in self.records.done:
             self.warm_up(ids, question["temperature"])
             seed = call_seed(question["seed"], question["dataset"], question["prompt"], question["turn"])
-            figures = self.decode(arm, ids, self.plan.max_new_tokens, question["temperature"], seed)
+            figures = self.decode(variant, ids, self.plan.max_new_tokens, question["temperature"], seed)
             self.records.append({**names, **figures})
             self.bar.update()
         return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
 
     def warm_up(self, ids: list[int], temperature: float) -> None:
-        """One short call an arm, not recorded, before the first of a temperature that is."""
+        """One short call per variant, not recorded, before the first of a temperature that is."""
         if temperature not in self.warm:
             self.warm.add(temperature)
-            for arm in self.arms:
-                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
+            for variant in self.variants:
+                self.decode(variant, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
 
-    def decode(self, arm: Arm, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
+    def decode(self, variant: Variant, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        return timed_call(self.target, arm.options, ids, **options)
+        return timed_call(self.target, variant.options, ids, **options)
 
     def traces(self) -> list[Trace]:
         """The rounds of every drafter on the first prompt of each cell, decoded again: recording costs time."""
-        traces, drafters = [], [arm for arm in self.arms if arm.assistant is not None]
+        traces, drafters = [], [variant for variant in self.variants if variant.assistant is not None]
         for prompts, mode, temperature, seed in tqdm(
             list(self.plan.cells()), desc="Tracing", unit="cell", disable=progress_is_hidden()
         ):
@@ -183,25 +182,27 @@ class Benchmark:
             ids = self.encode(messages, mode)
             if len(ids) > self.max_prompt_tokens:
                 continue
-            for arm in drafters:
-                with RoundRecorder(self.target, arm.assistant, self.tokenizer) as recorder:
+            for variant in drafters:
+                with RoundRecorder(self.target, variant.assistant, self.tokenizer) as recorder:
                     of_call = call_seed(seed, prompts.name, prompt.index, 0)
-                    self.decode(arm, ids, self.plan.max_new_tokens, temperature, of_call)
-                name = f"{arm.method}, {arm.checkpoint}" if arm.checkpoint else arm.method
+                    self.decode(variant, ids, self.plan.max_new_tokens, temperature, of_call)
+                name = f"{variant.method}, {variant.checkpoint}" if variant.checkpoint else variant.method
                 traces.append(recorder.trace(f"{name}: {prompts.name}, {mode}, temperature {temperature:g}"))
         return traces
 
     def compare(self, ids: list[int], answers: dict[tuple, list[int]], question: dict) -> None:
         """Note where greedy answers part from target-only's, and whether a tie explains it."""
-        plain, *others = [torch.tensor([ids + answers[arm.key]], device=self.target.device) for arm in self.arms]
+        plain, *others = [
+            torch.tensor([ids + answers[variant.key]], device=self.target.device) for variant in self.variants
+        ]
         self.num_compared += len(others)
-        for arm, other in zip(self.arms[1:], others, strict=True):
+        for variant, other in zip(self.variants[1:], others, strict=True):
             if (difference := first_difference(self.target, plain, other)) is not None:
                 position, gap = difference
                 self.differences.append(
                     {
-                        "method": arm.method,
-                        "checkpoint": arm.checkpoint,
+                        "method": variant.method,
+                        "checkpoint": variant.checkpoint,
                         **question,
                         "position": position - len(ids),
                         "gap": gap if math.isfinite(gap) else None,
@@ -225,9 +226,9 @@ class Benchmark:
     def results(self, *, complete: bool) -> dict:
         """What `results.json` holds, less the environment."""
         num_ties = sum(difference["explained"] for difference in self.differences)
-        arms = [arm.key for arm in self.arms]  # in their order, not the shuffled one of the calls
-        records = sorted(self.records.done.values(), key=lambda r: arms.index((r["method"], r["checkpoint"])))
-        rows = make_rows(records, self.differences, len(arms))
+        variants = [variant.key for variant in self.variants]  # in their order, not the shuffled one of the calls
+        records = sorted(self.records.done.values(), key=lambda r: variants.index((r["method"], r["checkpoint"])))
+        rows = make_rows(records, self.differences, len(variants))
         return {
             "definitions": definitions(rows),
             "complete": complete,
@@ -329,21 +330,21 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     sets, missing = _prompt_sets(args)
     checkpoint = TargetCheckpoint(args.target, args.target_revision)
-    check_methods(methods, checkpoint)
+    methods = find_checkpoints(methods, checkpoint)
     records = Records(args.output, run_settings(args, methods, sets, checkpoint))
     records.check()
     if not sets:
         raise OSError("no set is left to measure")
-    target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
-    arms = load_arms(methods, target, checkpoint, args.dtype)
-    _warn_of_encoding(arms, args.modes, args.generation)
+    target, tokenizer = load_target(*_loadable(checkpoint), args.dtype, args.device_map)
+    variants = load_variants(methods, target, args.dtype)
+    _warn_of_encoding(variants, args.modes, args.generation)
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
         if records.changed_files:
             _warn_of_code(records)
         write_atomically(args.output / COMMAND_FILE, (command_text(args) + "\n").encode())
-        benchmark = Benchmark(target, tokenizer, arms, plan, records)
+        benchmark = Benchmark(target, tokenizer, variants, plan, records)
         facts = {"environment": environment(args, target, records.settings), "missing_sets": missing}
         try:
             benchmark.run()
@@ -358,6 +359,11 @@ def run(args: argparse.Namespace) -> int:
         if args.trace:
             write_trace(args.output / TRACE_FILE, benchmark.traces())
     return _conclude(args, benchmark, results)
+
+
+def _loadable(target: TargetCheckpoint) -> tuple[str, str | None]:
+    """Folder, or Hub id and commit."""
+    return (target.name, target.revision) if target.folder is None else (str(target.folder), None)
 
 
 def _check(args: argparse.Namespace) -> list[Method]:
@@ -397,14 +403,18 @@ def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
     return [prompts.select(args.num_prompts) for prompts in sets], missing
 
 
-def _warn_of_encoding(arms: list[Arm], modes: list[str], generation: str) -> None:
+def _warn_of_encoding(variants: list[Variant], modes: list[str], generation: str) -> None:
     """Say which drafters were trained on texts of another mode or generation of the chat encoding."""
-    said = {}  # once for a checkpoint of several methods
-    for arm, mode in product(arms, modes):
-        if text := encoding_mismatch(getattr(arm.assistant, "config", None), mode, generation):
-            said[f"hyperdflash benchmark: warning: {arm.checkpoint or arm.method} {text}; it will accept less"] = None
-    for line in said:
-        print(line, file=sys.stderr)
+    found = [
+        (
+            variant.checkpoint or variant.method,
+            encoding_mismatch(getattr(variant.assistant, "config", None), mode, generation),
+        )
+        for variant, mode in product(variants, modes)
+    ]
+    for name, text in dict.fromkeys(found):  # once for a checkpoint of several methods
+        if text is not None:
+            print(f"hyperdflash benchmark: warning: {name} {text}; it will accept less", file=sys.stderr)
 
 
 def _warn_of_code(records: Records) -> None:

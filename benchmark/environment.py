@@ -15,10 +15,7 @@ import torch
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
 from ..generation.decoding import accelerators
 from ..pairing_hyperdflash import target_fingerprint
-from .methods import (
-    Method,
-    identify,
-)
+from .methods import Method
 from .prompt_sets import PromptSet
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -41,7 +38,7 @@ def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint:
         "target_revision": checkpoint.revision,
         "target_files": _folder_files(checkpoint),
         "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
-        "methods": {method.label: identify(method, checkpoint) for method in methods},
+        "methods": {method.label: [c.identity for c in method.checkpoints] for method in methods},
         "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
         **{name: getattr(args, name) for name in (*names, "device_map")},
         "dtype": dtype,

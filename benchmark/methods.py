@@ -13,7 +13,7 @@ N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revis
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -58,16 +58,17 @@ class Method:
         label (`str`): `name:N`; with its checkpoints in brackets where the same `name:N` was asked for more than once.
         name (`str`), num_drafts (`int`): the two parts of it; 0 drafts for plain decoding.
         checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own MTP module.
+            `find_checkpoints` puts a `Checkpoint` in the place of each, and of the target's own MTP module.
     """
 
     label: str
     name: str
     num_drafts: int = 0
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: tuple = ()
 
 
 @dataclass
-class Arm:
+class Variant:
     """One thing measured: a method with one of its checkpoints.
 
     Attributes:
@@ -159,38 +160,86 @@ def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def place(target: TargetCheckpoint) -> tuple[str, str | None]:
-    """Folder, or Hub id and commit."""
-    return (target.name, target.revision) if target.folder is None else (str(target.folder), None)
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of `--methods`, found once; its weights are loaded later.
 
-
-def split_revision(checkpoint: str) -> tuple[str, str | None]:
-    """Hub id and revision of `id@revision`; a folder is a folder."""
-    if Path(checkpoint).expanduser().is_dir():
-        return str(Path(checkpoint).expanduser()), None
-    name, _, revision = checkpoint.partition("@")
-    return name, revision or None
-
-
-def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
-    """Read every drafter's configuration, and which tensors an MTP checkpoint has; no weights.
-
-    Raises `ValueError` for a drafter that is of another method, drafts fewer tokens a round, or was made for a target
-    of other shapes, and for no MTP module; `OSError` for no checkpoint at all.
+    Attributes:
+        label (`str`, *optional*): what the results call it; None for the target's own MTP module.
+        name (`str`), revision (`str`, *optional*): a folder and None, or a Hub id and its commit.
+        config (`HyperDFlashConfig`, *optional*): a drafter's; None for an MTP module.
+        folder (`Path`, *optional*): with the files of a local drafter, or those of any MTP module.
+        files (`tuple[Path]`): what the results of a local one depend on.
     """
+
+    label: str | None
+    name: str
+    revision: str | None
+    config: HyperDFlashConfig | None = None
+    folder: Path | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """The commit, or a hash of the files' content."""
+        return self.revision or content_hash(self.files)
+
+
+def find_checkpoints(methods: list[Method], target: TargetCheckpoint) -> list[Method]:
+    """The methods with a `Checkpoint` for each name: configurations and names of tensors are read, no weights.
+
+    Raises `ValueError` for a drafter of another method, with fewer drafts per round, or made for a target of other
+    shapes, and where there is no MTP module; `OSError` where there is no checkpoint at all.
+    """
+    labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
+    found = []
     for method in methods:
-        if method.name == MTP and not method.checkpoints:
-            find_mtp(*place(target))
-        for checkpoint in method.checkpoints:
-            name, revision = split_revision(checkpoint)
-            check_folder(name)
-            if method.name == MTP:
-                find_mtp(name, revision)
-                continue
-            check_drafter_type(name, revision)
-            config = HyperDFlashConfig.from_pretrained(name, revision=revision)
-            _check_drafter(method, checkpoint, config)
-            check_shapes(config, target.config)
+        checkpoints = tuple(_find(method, name, labels[name], target) for name in method.checkpoints)
+        if method.name == MTP and not checkpoints:
+            checkpoints = (_own_mtp(target),)
+        found.append(replace(method, checkpoints=checkpoints))
+    return found
+
+
+def _find(method: Method, typed: str, label: str, target: TargetCheckpoint) -> Checkpoint:
+    folder, name, revision = Path(typed).expanduser(), typed, None
+    if folder.is_dir():
+        name, files = str(folder), (folder / "config.json", *folder.glob("*.safetensors"))
+    else:
+        check_folder(typed)
+        name, _, revision = typed.partition("@")
+        # Of a branch, the commit: configuration and weights are read at different times
+        folder, files, revision = None, (), resolve_revision(name, revision or None)
+    if method.name == MTP:
+        if folder is None:
+            folder = _mtp_folder(TargetCheckpoint(name, revision))
+        else:  # which may hold the module alone, without a config.json
+            check_mtp_names(tensor_files(partial(file_in, folder), typed), typed)
+        return Checkpoint(label, name, revision, folder=folder, files=files)
+    check_drafter_type(name, revision)
+    config = HyperDFlashConfig.from_pretrained(name, revision=revision)
+    _check_drafter(method, typed, config)
+    check_shapes(config, target.config)
+    return Checkpoint(label, name, revision, config, folder, files)
+
+
+def _own_mtp(target: TargetCheckpoint) -> Checkpoint:
+    folder = _mtp_folder(target)
+    files = () if target.folder is None else tuple(folder / shard for shard in _mtp_shards(target))
+    return Checkpoint(None, target.name, target.revision, folder=folder, files=files)
+
+
+def _mtp_folder(repository: TargetCheckpoint) -> Path:
+    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
+
+    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
+    """
+    check_mtp_names(repository.files, repository.name)
+    return [repository.file(shard) for shard in _mtp_shards(repository)][0].parent
+
+
+def _mtp_shards(repository: TargetCheckpoint) -> list[str]:
+    return sorted({file for name, file in repository.files.items() if name.startswith(PREFIX)})
 
 
 def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
@@ -214,37 +263,6 @@ def _values(values: dict) -> str:
     return ", ".join(f"{name} {value!r}" for name, value in values.items())
 
 
-def find_mtp(checkpoint: str, revision: str | None = None) -> Path:
-    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
-
-    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
-    """
-    folder = Path(checkpoint).expanduser()
-    if folder.is_dir():
-        names, repository = tensor_files(partial(file_in, folder), checkpoint), None
-    else:
-        repository = TargetCheckpoint(checkpoint, revision)
-        names = repository.files
-    check_mtp_names(names, checkpoint)
-    if repository is None:
-        return folder
-    shards = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
-    return [repository.file(shard) for shard in shards][0].parent
-
-
-def identify(method: Method, target: TargetCheckpoint) -> list[str]:
-    """What the results of a method depend on besides its label: the content of folders, the commit of Hub ids."""
-    if method.name == MTP and not method.checkpoints:
-        shards = {file for name, file in target.files.items() if name.startswith(PREFIX)}
-        return [target.revision or content_hash(target.folder / shard for shard in shards)]
-    identities = []
-    for checkpoint in method.checkpoints:
-        name, revision = split_revision(checkpoint)
-        weights = Path(name).glob("*.safetensors")
-        identities.append(resolve_revision(name, revision) or content_hash([Path(name) / "config.json", *weights]))
-    return identities
-
-
 def content_hash(files: Iterable[Path]) -> str:
     """Of the files that there are, with their names."""
     digest = hashlib.sha256()
@@ -254,26 +272,31 @@ def content_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype: str) -> list[Arm]:
-    """All arms in order, for the `target` loaded from `checkpoint`. What several methods name is loaded once.
+def load_variants(methods: list[Method], target, dtype: str) -> list[Variant]:
+    """What is measured, in order, with the methods of `find_checkpoints`. What several of them name is loaded once.
 
     Raises `ValueError` and `OSError` as `load_drafter` and `load_mtp` do.
     """
     most = max((method.num_drafts for method in methods if method.name == MTP), default=0)
-    labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
-    loaded, arms = {}, []
+    loaded, variants = {}, []
     for method in methods:
-        for name in method.checkpoints or (None,):
-            key = (method.name == MTP, method.name.endswith(CONFIDENCE), name and _resolved(name))
+        for checkpoint in method.checkpoints:
+            key = _key(method, checkpoint)
             if method.name == MTP and key not in loaded:
-                folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
-                loaded[key] = load_mtp(folder, target.config, most).to(target.device)
-            elif method.name in DRAFTERS and key not in loaded:
-                loaded[key] = load_drafter(*split_revision(name), dtype, target)
+                loaded[key] = load_mtp(checkpoint.folder, target.config, most).to(target.device)
+            elif key not in loaded:
+                loaded[key] = load_drafter(checkpoint.name, checkpoint.revision, dtype, target)
                 if not method.name.endswith(CONFIDENCE):
                     loaded[key].confidence_head = None
-            arms.append(Arm(method.label, labels.get(name), _options(method, loaded.get(key))))
-    return arms
+            variants.append(Variant(method.label, checkpoint.label, _options(method, loaded[key])))
+        if not method.checkpoints:
+            variants.append(Variant(method.label, None, _options(method, None)))
+    return variants
+
+
+def _key(method: Method, checkpoint: Checkpoint) -> tuple:
+    """The same where the same model is to be loaded."""
+    return method.name == MTP, method.name.endswith(CONFIDENCE), _resolved(checkpoint.name), checkpoint.revision
 
 
 def _options(method: Method, assistant) -> dict:

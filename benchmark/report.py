@@ -39,13 +39,13 @@ NUM_RESAMPLES = 2000
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def make_rows(records: list[dict], differences: list[dict], num_arms: int) -> list[dict]:
+def make_rows(records: list[dict], differences: list[dict], num_variants: int) -> list[dict]:
     """One row for each method, checkpoint, set, mode, temperature and seed, in the order of the records.
 
-    Turns that not all `num_arms` have answered yet (after an interruption) are left out.
+    Turns that not all `num_variants` have answered yet (after an interruption) are left out.
     """
     groups = {}
-    for record in _complete(records, num_arms):
+    for record in _complete(records, num_variants):
         groups.setdefault(tuple(record[name] for name in GROUP), []).append(record)
     rows = []
     for key, group in groups.items():
@@ -64,10 +64,10 @@ def _place(rows: list[dict], name: str, value) -> int:
     return next(i for i, row in enumerate(rows) if row[name] == value)
 
 
-def _complete(records: list[dict], num_arms: int) -> list[dict]:
+def _complete(records: list[dict], num_variants: int) -> list[dict]:
     asked = [tuple(record[name] for name in KEY[2:]) for record in records]
     counts = Counter(asked)
-    return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_arms]
+    return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_variants]
 
 
 def _acceptance(group: list[dict]) -> dict:

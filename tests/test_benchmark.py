@@ -22,18 +22,21 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from hyperdflash.__main__ import main
 from hyperdflash.benchmark import benchmark as module
 from hyperdflash.benchmark import environment
+from hyperdflash.benchmark import methods as methods_module
 from hyperdflash.benchmark.benchmark import Benchmark, Plan, call_seed
-from hyperdflash.benchmark.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
+from hyperdflash.benchmark.methods import Variant, checkpoint_labels, find_checkpoints, load_variants, parse_methods
 from hyperdflash.benchmark.prompt_sets import Prompt, PromptSet
 from hyperdflash.benchmark.records import Records
 from hyperdflash.benchmark.timing import timed_call
+from hyperdflash.common.checkpoint import TargetCheckpoint
 from hyperdflash.common.console import UsageError
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
-PLAIN = Arm("target-only", None, {})
+PLAIN = Variant("target-only", None, {})
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ class Oracle(ScriptedDrafter):
         super().propose(request, choose)
 
 
-def oracle(target, texts, plan) -> Arm:
+def oracle(target, texts, plan) -> Variant:
     drafter = Oracle(tiny_drafter_config(target)).eval()
     drafter.texts, drafter.plan = texts, plan
     return {"assistant_model": drafter, "num_assistant_tokens": 3}
@@ -110,12 +113,12 @@ def prompt_set(*numbers_of_turns) -> PromptSet:
     return PromptSet("talk", [Prompt(i, tuple(f"{i} {w}" for w in words[:n])) for i, n in enumerate(numbers_of_turns)])
 
 
-def measure(target, tokenizer, folder, arms, sets, *, temperatures=(0.0,), max_new_tokens=10):
-    """Results of the arms, without the command line; and the benchmark itself."""
+def measure(target, tokenizer, folder, variants, sets, *, temperatures=(0.0,), max_new_tokens=10):
+    """Results of the variants, without the command line; and the benchmark itself."""
     encoding = {"effort": None, "generation": "preview"}
     plan = Plan(sets, ["non-thinking"], list(temperatures), [0], encoding, max_new_tokens)
     with Records(folder, {"datasets": {}}) as records:
-        bench = Benchmark(target, tokenizer, arms, plan, records)
+        bench = Benchmark(target, tokenizer, variants, plan, records)
         bench.run()
     return bench.results(complete=True), bench
 
@@ -159,8 +162,8 @@ def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path
         "two": lambda text: 2,
         "first turns": lambda text: ALWAYS if text in first_turns else 0,
     }
-    arms = [PLAIN, *(Arm(name, None, oracle(target, texts, plan)) for name, plan in plans.items())]
-    results, _ = measure(target, tokenizer, tmp_path / "out", arms, sets)
+    variants = [PLAIN, *(Variant(name, None, oracle(target, texts, plan)) for name, plan in plans.items())]
+    results, _ = measure(target, tokenizer, tmp_path / "out", variants, sets)
     rows = {row["method"]: row for row in results["rows"]}
     assert {row["num_new_tokens"] for row in rows.values()} == {50}
     assert results["lossless"]["num_compared"] == 20
@@ -202,8 +205,8 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
             self()
             return super().draft(*args)
 
-    arm = Arm("right", None, oracle(target, texts, lambda text: ALWAYS))
-    arm.assistant.__class__ = Timed
+    variant = Variant("right", None, oracle(target, texts, lambda text: ALWAYS))
+    variant.assistant.__class__ = Timed
 
     def spend(model, args, kwargs):
         clock.now += 10 if kwargs["input_ids"].shape[1] == 1 else 12
@@ -218,7 +221,7 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
     monkeypatch.setattr(module.timed_call.__globals__["Stamps"], "put_round", put_slowly)
     handle = target.model.register_forward_pre_hook(spend, with_kwargs=True)
     try:
-        results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, arm], sets)
+        results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, variant], sets)
     finally:
         handle.remove()
     plain, row = results["rows"]
@@ -237,11 +240,11 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
     assert row["attainable_speedup"] == pytest.approx(3 * 11 / (34 / 3 + 4 / 3 + 1))
 
 
-NUMBERS = (None, 2, 3)  # of drafts, of three arms
+NUMBERS = (None, 2, 3)  # of drafts, of three variants
 
 
-def lookup_arms() -> list[Arm]:
-    return [PLAIN, *(Arm(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in NUMBERS[1:])]
+def lookup_arms() -> list[Variant]:
+    return [PLAIN, *(Variant(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in NUMBERS[1:])]
 
 
 @pytest.fixture
@@ -288,8 +291,8 @@ def test_later_turns_follow_the_targets_own_answer_for_every_method(target, toke
 
     monkeypatch.setattr(module, "timed_call", spy)
     monkeypatch.setattr(module, "WARM_UP_TOKENS", 2)
-    arm = Arm("m", None, {"assistant_model": tiny_drafter(target), "num_assistant_tokens": 3})
-    measure(target, tokenizer, tmp_path, [PLAIN, arm], [prompt_set(3)], temperatures=[1.0], max_new_tokens=12)
+    variant = Variant("m", None, {"assistant_model": tiny_drafter(target), "num_assistant_tokens": 3})
+    measure(target, tokenizer, tmp_path, [PLAIN, variant], [prompt_set(3)], temperatures=[1.0], max_new_tokens=12)
     assert asked[None] == asked[3]
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     plain = [record["new_ids"] for record in records if record["method"] == "target-only"]
@@ -348,11 +351,11 @@ class Liar(ScriptedDrafter):
 
 
 def with_liar(monkeypatch):
-    def load(methods, target, checkpoint, dtype):
+    def load(methods, target, dtype):
         liar = Liar(tiny_drafter_config(target)).eval().follow(torch.zeros((1, 1), dtype=torch.long), 0)
-        return [PLAIN, Arm(methods[1].label, None, {"assistant_model": liar, "num_assistant_tokens": 3})]
+        return [PLAIN, Variant(methods[1].label, None, {"assistant_model": liar, "num_assistant_tokens": 3})]
 
-    monkeypatch.setattr(module, "load_arms", load)
+    monkeypatch.setattr(module, "load_variants", load)
 
 
 def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
@@ -430,7 +433,7 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
         *("records.jsonl", "settings.json", "results.json", "results.csv", "table.md", "command.txt"),
         *("acceptance.png", "speedup.png"),
     }
-    # 7 arms, 2 modes; greedy once, sampling with two seeds
+    # 7 variants, 2 modes; greedy once, sampling with two seeds
     assert len(results["rows"]) == 7 * 2 * 3
     assert {row["num_new_tokens"] for row in results["rows"]} == {6}
     labels = [row["checkpoint"] for row in results["rows"] if row["method"] == "hyperdflash:3"]
@@ -924,8 +927,6 @@ def test_one_revision_reaches_all_files(command, monkeypatch, world):
     monkeypatch.setattr(module, "load_target", load)
     assert command("--target-revision", "v1") == (1, None)
     assert asked == ["v1", "commit"]
-    assert split_revision("org/drafter@v2") == ("org/drafter", "v2")
-    assert split_revision("a/final") == ("a/final", None)
 
 
 def test_a_revision_of_a_folder_is_refused(command, capsys):
@@ -975,12 +976,40 @@ def test_a_folder_typed_in_two_ways_has_one_short_name(world, monkeypatch):
 def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypatch):
     monkeypatch.chdir(world)
     methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=./a/final", "mtp:1=mtp", "mtp:5=mtp"])
-    checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
-    arms = load_arms(methods, target, checkpoint, "float32")
-    assert arms[1].assistant is arms[2].assistant
-    assert arms[3].assistant is arms[4].assistant
-    assert [arm.options["num_assistant_tokens"] for arm in arms[1:]] == [2, 3, 1, 5]
-    assert arms[4].assistant.max_drafts == 5
+    variants = load_variants(find_checkpoints(methods, TargetCheckpoint("target")), target, "float32")
+    assert variants[1].assistant is variants[2].assistant
+    assert variants[3].assistant is variants[4].assistant
+    assert [variant.options["num_assistant_tokens"] for variant in variants[1:]] == [2, 3, 1, 5]
+    assert variants[4].assistant.max_drafts == 5
+
+
+def test_a_drafter_of_the_hub_is_loaded_from_the_commit_that_was_checked(world, target, monkeypatch):
+    """A branch may move in between. Each checkpoint is looked up once."""
+    folder, asked, resolved = str(world / "a" / "final"), [], []
+    own_load = methods_module.load_drafter
+
+    def resolve(name, revision):
+        resolved.append((name, revision))
+        return "c0ffee"
+
+    def config(name, revision=None):
+        asked.append((name, revision))
+        return HyperDFlashConfig.from_pretrained(folder)
+
+    def load(name, revision, dtype, target):
+        asked.append((name, revision))
+        return own_load(folder, None, dtype, target)
+
+    monkeypatch.setattr(methods_module, "resolve_revision", resolve)
+    monkeypatch.setattr(methods_module, "check_drafter_type", lambda name, revision: asked.append((name, revision)))
+    monkeypatch.setattr(methods_module, "HyperDFlashConfig", SimpleNamespace(from_pretrained=config))
+    monkeypatch.setattr(methods_module, "load_drafter", load)
+    checkpoint = TargetCheckpoint(world / "target")
+    plain, method = find_checkpoints(parse_methods(["hyperdflash:3=org/drafter@main"]), checkpoint)
+    load_variants([plain, method], target, "float32")
+    assert resolved == [("org/drafter", "main")]
+    assert asked == [("org/drafter", "c0ffee")] * 3
+    assert [c.identity for c in method.checkpoints] == ["c0ffee"]
 
 
 # -------------------------------------------------------------------------------------------------------------- traces
