@@ -45,7 +45,7 @@ from .methods import (
     load_variants,
     parse_methods,
 )
-from .plot import check_pictures, draw_pictures
+from .plot import NOTHING_TO_DRAW, check_pictures, draw_pictures
 from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
 from .records import KEY, Records
 from .report import COMMAND_FILE, definitions, make_rows, make_tables, run_notes, token_notes, write_report
@@ -355,7 +355,8 @@ def run(args: argparse.Namespace) -> int:
             raise
         results = {**facts, **benchmark.results(complete=True)}
         write_report(args.output, results)
-        draw_pictures(args.output, results["rows"])
+        if not draw_pictures(args.output, results["rows"]):
+            print(f"no pictures: {NOTHING_TO_DRAW}")
         if args.trace:
             write_trace(args.output / TRACE_FILE, benchmark.traces())
     return _conclude(args, benchmark, results)
@@ -430,9 +431,9 @@ def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> 
     for note in (*token_notes(results["rows"]), *run_notes(results)):
         print(note)
     for difference in benchmark.differences[:MOST_SHOWN]:
-        kind = "a tie" if difference["explained"] else "NOT a tie"
+        cause = f"{results['environment']['dtype']} rounding" if difference["explained"] else "NOT rounding"
         where, gap = _named(difference), difference["gap"]
-        print(f"  {where}: token {difference['position']}, the gap of the two tokens is {gap}: {kind}")
+        print(f"  {where}: token {difference['position']}, logits of the two tokens {gap} apart: {cause}")
     empty = benchmark.empty_sets()
     for name in empty:
         print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)

@@ -34,6 +34,7 @@ OF_PROMPT_LOOKUP = (
     "them, other methods' before, and its time of drafting is not told apart from the rest."
 )
 NUM_RESAMPLES = 2000
+NO_INTERVAL = "1 prompt, no interval"
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
@@ -349,9 +350,15 @@ def _num_new_tokens(rows: list[dict], dataset: str) -> float:
     return statistics.fmean(numbers) if numbers else 0
 
 
+def single_prompt_sets(rows: list[dict]) -> list[str]:
+    """Sets of which one prompt was measured, so that there is no interval over prompts."""
+    return list(dict.fromkeys(row["dataset"] for row in rows if row["num_prompts"] == 1))
+
+
 def run_notes(results: dict) -> list[str]:
     """The lossless check of a run, and what is missing from it."""
     notes = [lossless_line(results)]
+    notes += [f"{name}: {NO_INTERVAL}." for name in single_prompt_sets(results["rows"])]
     if results["resumed"]:
         notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
     for change in results.get("code_changes", []):
@@ -371,17 +378,31 @@ def run_notes(results: dict) -> list[str]:
 
 def lossless_line(results: dict) -> str:
     """Whether greedy answers are target-only's."""
-    check = results["lossless"]
-    compared, ties, others = (check[name] for name in ("num_compared", "num_ties", "num_unexplained"))
+    compared, ties, others = (results["lossless"][name] for name in ("num_compared", "num_ties", "num_unexplained"))
+    dtype, rows = results["environment"]["dtype"], results["rows"]
+    gaps = [difference["gap"] for row in rows for difference in row["differences"]]
+    gap = f"up to {max(gaps):.2g}" if gaps and None not in gaps else "infinitely far"  # None: one answer ends earlier
+    number = f"{ties + others} of {compared} greedy answers ({(ties + others) / max(compared, 1):.1%})"
     if not compared:
-        text = "Lossless check: not made, as nothing was decoded at temperature 0."
+        is_alone = rows and all(row["method"] == TARGET_ONLY for row in rows)
+        why = f"only {TARGET_ONLY} was measured" if is_alone else "no answer was compared at temperature 0"
+        text = f"Lossless check not made: {why}."
+    elif not ties + others:
+        text = f"Lossless check passed: all {compared} greedy answers are target-only's."
     elif others:
-        text = f"Lossless check FAILED: {others} of {compared} greedy answers differ from target-only's."
-    else:
-        same = "all" if not ties else f"{compared - ties} of"
-        text = f"Lossless check passed: {same} {compared} greedy answers are target-only's."
-    if ties:
-        text += (
-            f" {ties} part where the target's logits of both tokens are within {check['tie_gap']:g}, a rounding tie."
+        text = (
+            f"Lossless check FAILED: {number} differ from target-only's, {others} of them by more than rounding in "
+            f"{dtype} explains: there the logits of the two tokens are {gap} apart."
+        )
+    elif dtype == "float32":
+        text = (
+            f"Lossless check passed: {number} differ from target-only's, all where the logits of the two tokens are "
+            f"{gap} apart: ties, which rounding decides."
+        )
+    else:  # such gaps are no ties, and a small fault could hide behind them
+        text = (
+            f"Lossless check inconclusive in {dtype}: {number} differ from target-only's, where the logits of the two "
+            f"tokens are {gap} apart. A block of tokens is rounded differently than single tokens; with --dtype "
+            "float32 a fault shows."
         )
     return text if results["complete"] else f"{text} INCOMPLETE: the run stopped before its end."

@@ -368,7 +368,7 @@ def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
     assert difference["gap"] > results["lossless"]["tie_gap"]
     out = capsys.readouterr().out
     assert "FAILED: 1 of 1" in out
-    assert "NOT a tie" in out
+    assert "NOT rounding" in out
 
 
 def test_a_difference_at_a_tie_is_explained_and_no_failure(command, monkeypatch):
@@ -403,6 +403,16 @@ def test_an_answer_that_only_ends_elsewhere_is_a_difference(command, monkeypatch
     assert status == 1
     (difference,) = results["rows"][1]["differences"]
     assert (difference["gap"], difference["explained"]) == (None, False)
+
+
+def test_plain_decoding_alone_says_what_it_did(command, tmp_path, capsys):
+    status, results = command(methods=("target-only",))
+    assert (status, results["lossless"]["num_compared"]) == (0, 0)
+    out = capsys.readouterr().out
+    assert "Lossless check not made: only target-only was measured." in out
+    assert "no pictures: only target-only was measured" in out
+    assert "one: 1 prompt, no interval." in out
+    assert not (tmp_path / "out" / "speedup.png").exists()
 
 
 def test_sampled_answers_are_not_compared(command, capsys):

@@ -280,13 +280,17 @@ def test_verification_that_changes_the_text_is_named(world, monkeypatch):
     monkeypatch.setattr(_Loop, "judge", accept_everything)
     found = check.check_lossless(world.pair(world.drafter))
     assert found.status == FAIL
-    assert "greedy outputs differ" in found.text
+    assert "differ with the drafter" in found.text
 
 
 @pytest.mark.parametrize(
     ("gaps", "status", "words"),
     [
-        ([1e-6, None, 2e-4], OK, "2 of 3 greedy outputs differ with the drafter, each at a tie of the two tokens"),
+        (
+            [1e-6, None, 2e-4],
+            OK,
+            "(67%) differ with the drafter, each at a tie of the two tokens",
+        ),
         ([1e-6, 0.5, None], FAIL, "at position 1 by logits that are 0.5 apart"),
         ([1e-6, None, math.inf], FAIL, "at position 2 where one ends"),
         ([1e-6, math.nan, 1e-6], FAIL, "at position 1 where one ends, or the logits are no numbers"),
@@ -301,6 +305,22 @@ def test_one_difference_that_is_no_tie_is_enough(world, monkeypatch, gaps, statu
     found = check.check_lossless(pair)
     assert found.status == status
     assert words in found.text
+
+
+def test_in_bf16_a_gap_is_not_sold_as_a_tie(world, monkeypatch):
+    """Blocks and single tokens round differently: the share and the largest gap are said, and how to be sure."""
+    pair = world.pair(world.drafter)
+    pair.plain, pair.drafted = range(3), [SimpleNamespace(sequences=None)] * 3
+    pair.head = SimpleNamespace(lm_head=torch.zeros(1, dtype=torch.bfloat16))
+    gaps = [0.1, 0.45, None]
+    differ = lambda target, plain, other: None if gaps[plain] is None else (plain, gaps[plain])  # noqa: E731
+    monkeypatch.setattr(check, "first_difference", differ)
+    found = check.check_lossless(pair)
+    assert found.status == WARNING
+    assert found.text == (
+        "2 of 3 greedy outputs (67%) differ with the drafter, where the logits of the two tokens are up to 0.45 apart"
+    )
+    assert "--dtype float32" in found.fix
 
 
 # ------------------------------------------------------------------------------------------------------ texts by heart

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from hyperdflash.__main__ import main
+from hyperdflash.benchmark import plot
+from hyperdflash.benchmark.methods import DRAFTERS
 from hyperdflash.benchmark.plot import acceptance_curve
 from hyperdflash.benchmark.report import (
     bootstrap,
@@ -22,6 +24,7 @@ from hyperdflash.benchmark.report import (
     token_notes,
 )
 
+ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)", "threads": 1}
 LOSSLESS = {"num_compared": 4, "num_ties": 0, "num_unexplained": 0, "tie_gap": 0.001}
 RESULTS = {
     "complete": True,
@@ -30,8 +33,9 @@ RESULTS = {
     "left_out": [],
     "max_prompt_tokens": 100,
     "lossless": LOSSLESS,
+    "environment": ENVIRONMENT,
+    "rows": [],
 }
-ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)", "threads": 1}
 CELL = {"checkpoint": None, "dataset": "s", "mode": "non-thinking", "temperature": 0.0, "seed": 0, "turn": 0}
 
 
@@ -273,14 +277,38 @@ def test_the_json_has_every_row_on_a_line_of_its_own_and_loses_nothing():
 
 
 def test_the_lossless_line_says_what_was_found():
-    results = RESULTS
-    assert "passed: all 4 greedy answers" in lossless_line(results)
-    ties = lossless_line({"complete": True, "lossless": LOSSLESS | {"num_ties": 1}})
-    assert "passed: 3 of 4" in ties
-    assert "of both tokens are within 0.001, a rounding tie" in ties
-    assert "FAILED: 2 of 4" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_unexplained": 2}})
-    assert "not made" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_compared": 0}})
-    assert "INCOMPLETE" in lossless_line({"complete": False, "lossless": LOSSLESS})
+    assert "passed: all 4 greedy answers" in lossless_line(RESULTS)
+    assert "INCOMPLETE" in lossless_line(RESULTS | {"complete": False})
+    nothing = RESULTS | {"lossless": LOSSLESS | {"num_compared": 0}}
+    rows = [row("target-only", "a", 1.0, None), row("m:3", "a", 2.0, 3.0)]
+    assert "not made: only target-only was measured." in lossless_line(nothing | {"rows": rows[:1]})
+    assert "not made: no answer was compared at temperature 0." in lossless_line(nothing | {"rows": rows})
+
+
+def with_differences(dtype, gaps, num_unexplained):
+    """Four greedy answers, of which some have parted from target-only's."""
+    differences = [{"gap": gap} for gap in gaps]
+    counts = {"num_ties": len(gaps) - num_unexplained, "num_unexplained": num_unexplained}
+    rows = [row("m:3", "a", 2.0, 3.0, differences=differences)]
+    environment = ENVIRONMENT | {"dtype": dtype}
+    return RESULTS | {"lossless": LOSSLESS | counts, "rows": rows, "environment": environment}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gaps", "num_unexplained", "words"),
+    [
+        ("float32", [5e-4], 0, ["passed: 1 of 4 greedy answers (25.0%) differ", "up to 0.0005 apart: ties"]),
+        ("bfloat16", [0.1, 0.45], 0, ["inconclusive in bfloat16: 2 of 4 greedy answers (50.0%)", "up to 0.45 apart"]),
+        ("bfloat16", [0.1, 0.65], 1, ["FAILED: 2 of 4 greedy answers (50.0%)", "1 of them", "up to 0.65 apart"]),
+        ("float32", [5e-4, None], 1, ["FAILED: 2 of 4 greedy answers (50.0%)", "are infinitely far apart"]),
+    ],
+    ids=str,
+)
+def test_the_share_that_differs_and_the_largest_gap_are_said(dtype, gaps, num_unexplained, words):
+    """In bfloat16 a gap of 0.45 is not a tie, whatever rounding may do."""
+    line = lossless_line(with_differences(dtype, gaps, num_unexplained))
+    assert all(word in line for word in words), line
+    assert dtype == "float32" or ("passed" not in line and " tie" not in line)
 
 
 def test_what_a_run_lacks_is_noted():
@@ -292,6 +320,11 @@ def test_what_a_run_lacks_is_noted():
         "Sets that could not be had, and so were not gone on with: gsm8k, mbpp.",
         "Prompts left out, in whole or from a later turn on, as longer than 100 tokens: 2 of s.",
     ]
+
+
+def test_a_set_of_one_prompt_is_said_to_have_no_interval():
+    rows = [row("m:3", "a", 2.0, 3.0, num_prompts=1), row("m:3", "b", 2.0, 3.0)]
+    assert run_notes(RESULTS | {"rows": rows})[1:] == ["a: 1 prompt, no interval."]
 
 
 def test_the_curve_weighs_sets_equally_and_counts_positions_never_drafted_as_rejected():
@@ -325,6 +358,75 @@ def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, ca
         assert picture.startswith(b"\x89PNG")
         assert 5_000 < len(picture) < 300_000
     assert "both: table.md" in capsys.readouterr().out
+
+
+def bars(rows):
+    """The axes of the speed-ups, with the pictures' own style."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    for method, style in plot.method_styles(["m:3"]).items():
+        plot._draw_bars(axes, (0.0, 1.0), {**style, "label": method}, rows, ["a", "b"])
+    return axes
+
+
+def test_one_prompt_has_no_error_bar(monkeypatch):
+    rows = [row("m:3", "a", 2.0, 3.0, num_prompts=1, speedup_interval=None), row("m:3", "b", 2.0, 3.0)]
+    axes = bars(rows)
+    assert len(axes.patches) == 2
+    ((low, high),) = [segment[:, 1] for line in axes.collections for segment in line.get_segments()]
+    assert (low, high) == (pytest.approx(1.9), pytest.approx(2.2))
+    assert not bars(rows[:1]).collections
+    axes = pictured(monkeypatch, rows)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a\n1 prompt, no interval", "b"]
+    assert axes.get_ylabel() == "speed-up, 95% over prompts"
+    assert pictured(monkeypatch, rows[:1]).get_ylabel() == "speed-up"
+
+
+def pictured(monkeypatch, rows):
+    """The axes of `_draw_speedup`, before they become a PNG."""
+    with monkeypatch.context() as patch:
+        patch.setattr(plot, "_finish", lambda figure: figure.axes[0])
+        return plot._draw_speedup({"title": rows}, {"m:3": {"color": "#000000", "label": "m:3"}})
+
+
+def test_an_error_bar_is_seen_on_a_bar_of_any_colour():
+    """A dark line with a light edge."""
+    (stem,) = bars([row("m:3", "a", 2.0, 3.0)]).collections
+    (effect,) = stem.get_path_effects()
+    assert effect._gc["foreground"] == "white"
+    assert effect._gc["linewidth"] > stem.get_linewidths()[0]
+
+
+def test_a_method_has_one_colour_in_all_pictures():
+    first = plot.method_styles(["hyperdflash:6", "mtp:6"])
+    second = plot.method_styles(["fc:6", "mtp:3", "mtp:6", "hyperdflash:3 (a)"])
+    assert first["mtp:6"]["color"] == second["mtp:6"]["color"] != second["mtp:3"]["color"]
+    assert first["hyperdflash:6"]["color"] == second["hyperdflash:3 (a)"]["color"]
+    labels = [
+        "mtp:6 (the target's own)",
+        "mtp:6 (mtp-42/final)",
+        *(f"{name}:6" for name in DRAFTERS),
+        "prompt-lookup:6",
+    ]
+    styles = plot.method_styles(labels)
+    assert len({style["color"] for style in styles.values()}) == len(labels)
+    assert list(styles) == labels
+
+
+def test_legends_have_the_names_of_a_table(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(plot, "_finish", lambda figure: seen.append(figure.axes[0]) or b"")
+    plot.draw_pictures(tmp_path, three_methods(), {"m:3": "The method (3)"})
+    labels = [axes.get_legend_handles_labels()[1] for axes in seen]
+    assert labels == [["The method (3)", "n:6"]] * 2
+
+
+def test_plot_of_plain_decoding_alone_says_that_there_is_nothing_to_draw(tmp_path, capsys):
+    folder = results_folder(tmp_path / "one", three_methods()[:2])
+    assert main(["plot", folder, "--output", str(tmp_path / "out")]) == 0
+    assert "table.md (no pictures: only target-only was measured)" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["table.md"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from hyperdflash.benchmark.prompt_sets import read_file
 from hyperdflash.benchmark.timing import timed_call
 from hyperdflash.common.checkpoint import load_drafter, load_target
+from hyperdflash.common.colors import GREY, OF_METHODS
 from hyperdflash.common.files import write_atomically
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
@@ -116,18 +117,19 @@ def summary(rounds: list[tuple[list[float], int]]) -> dict:
 
 
 def draw(found: dict[str, dict], path: Path) -> None:
-    """The reliability plot: accepted against estimated, one panel a temperature, with the number of slots below."""
+    """The reliability plot: accepted against estimated, one panel per temperature, with the number of slots below."""
+    color = OF_METHODS["hyperdflash+markov+confidence"]
     figure = Figure(figsize=(8, 4.6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 2, sharex=True, height_ratios=(3, 1))
     for axes, count, (temperature, part) in zip(upper, lower, found.items(), strict=True):
         estimated, accepted, slots = zip(
             *((b["estimated"], b["accepted"], b["slots"]) for b in part["bins"]), strict=True
         )
-        axes.plot([0, 1], [0, 1], color="#7f7f7f", linewidth=1, linestyle="--")
-        axes.plot(estimated, accepted, color="#0072b2", marker="o")
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
+        axes.plot(estimated, accepted, color=color, marker="o", clip_on=False)
         axes.set(title=f"temperature {temperature}, error {part['calibration_error']:.3f}", xlim=(0, 1), ylim=(0, 1))
         axes.set_ylabel("accepted")
-        count.bar(estimated, slots, width=0.06, color="#0072b2")
+        count.bar(estimated, slots, width=0.06, color=color)
         count.set(xlabel="estimated", ylabel="slots")
         axes.grid(alpha=0.25)
     figure.savefig(path, metadata={"Software": None})

@@ -1,6 +1,6 @@
 """The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: none is typed by hand.
 
-    python examples/tiny/evidence/evidence.py              # writes the tables of the documents, and the learning.png
+    python examples/tiny/evidence/evidence.py              # writes the tables of the documents, and their pictures
     python examples/tiny/evidence/evidence.py --check      # exit status 1 if a document says anything else
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
@@ -16,7 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
+from hyperdflash.benchmark.plot import draw_pictures
 from hyperdflash.benchmark.report import spread, table
+from hyperdflash.common.colors import method_styles
 from hyperdflash.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,22 +50,23 @@ TEXTS = {
     "texts-sampled/final": "answers sampled at temperature 1",
 }
 HEADLINE = ("hyperdflash", "mtp", "dflash", "mean", "fc")  # runs less their seed
-CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
+CURVES = {  # runs whose learning curves are drawn, and the beginning of their method's line in the results
     "headline": {
-        "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
-        "mean-42": ("mean", "#56b4e9", "s"),
-        "fc-42": ("fc", "#e69f00", "D"),
-        "dflash-42": ("vanilla DFlash", "#7f7f7f", "^"),
-        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+        "hyperdflash-42": "hyperdflash:6",
+        "mean-42": "mean:6",
+        "fc-42": "fc:6",
+        "dflash-42": "dflash:6",
+        "mtp-42": "mtp:6 (mtp",
     },
     "heads": {
-        "markov-42": ("HyperDFlash + Markov", "#009e73", "o"),
-        "mean-markov-42": ("mean + Markov", "#56b4e9", "s"),
-        "dspark-like-42": ("DSpark-like", "#cc79a7", "^"),
-        "hyperdflash-42": ("HyperDFlash", "#0072b2", "D"),
-        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+        "markov-42": "hyperdflash+markov:6",
+        "mean-markov-42": "mean+markov:6",
+        "dspark-like-42": "dspark-like:6",
+        "hyperdflash-42": "hyperdflash:6",
+        "mtp-42": "mtp:6 (mtp",
     },
 }
+NAMES = {"headline": METHODS, "heads": HEADS}
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -389,7 +392,17 @@ TABLES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def draw_benchmark(group: str) -> None:
+    """Acceptance and speed-up of a benchmark, under the names of its tables and in their order."""
+    found, rows, names = read_rows(group), [], {}
+    for method, label in NAMES[group].items():
+        own = [row for temperature in (0, 1) for row in rows_of(found, method, temperature)]
+        rows += own
+        names |= {row["method"]: label for row in own}
+    draw_pictures(RESULTS / group, sorted(rows, key=lambda row: row["temperature"]), names)
 
 
 def draw_learning(group: str) -> None:
@@ -399,11 +412,12 @@ def draw_learning(group: str) -> None:
     figure = Figure(figsize=(9.2, 4), dpi=120, layout="constrained")
     by_tokens, by_compute = figure.subplots(1, 2, sharey=True)
     runs = read_training()
-    for name, (label, color, marker) in CURVES[group].items():
+    styles = method_styles(list(CURVES[group].values()))
+    for name, method in CURVES[group].items():
         run = runs[name]
         tau = [point["acceptance_length"] for point in run["curve"]]
         tokens = [point["tokens"] / 1e6 for point in run["curve"]]
-        style = {"label": label, "color": color, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
+        style = {**styles[method], "label": NAMES[group][method], "markersize": 4.5, "linewidth": 1.5}
         by_tokens.plot(tokens, tau, **style)
         by_compute.plot([t * run["flops_per_token"] / 1e6 for t in tokens], tau, **style)
     by_tokens.set(xlabel="training tokens, millions", ylabel="tau, validation prompts, temperature 0")
@@ -446,6 +460,8 @@ def main() -> int:
             write_atomically(document, new.encode())
     for group in () if args.check else CURVES:
         draw_learning(group)
+    if not args.check:
+        draw_benchmark("headline")
     return 0
 
 
