@@ -47,14 +47,11 @@ def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
                 speedups.append(seconds[None] / seconds[drafter])
     steps, rounds = outside.values()
     ratio = [r / s for r, s in zip(rounds, steps, strict=True)]
-    bound = (
-        "at most 1.3" if drafter.markov_head is None else "at most 1.3 without a head, whose drafts come one by one"
-    )
-    print(f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [{bound}]")
+    print(f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {median_and_range(ratio)}")
     print(
-        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {spread(shares, '.1%')} of a round [under 5%]"
+        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {median_and_range(shares, '.1%')} of a round"
     )
-    print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
+    print(f"    speed-up on these prompts {median_and_range(speedups)}, tau {stats.acceptance_length:.2f}")
 
 
 def drafter_time(target, narrow) -> None:
@@ -74,8 +71,8 @@ def drafter_time(target, narrow) -> None:
                 quarter = max(len(drafts) // 4, 1)
                 growth.append(statistics.median(drafts[-quarter:]) / statistics.median(drafts[:quarter]))
     ratio = [long / short for short, long in zip(*by_context.values(), strict=True)]
-    print(f"(b) drafter, window 128: last quarter of the rounds / first {spread(growth)}; ", end="")
-    print(f"context 1,500 / 256 {spread(ratio)}  [within 10%]")
+    print(f"(b) drafter, window 128: last quarter of the rounds / first {median_and_range(growth)}; ", end="")
+    print(f"context 1,500 / 256 {median_and_range(ratio)}")
 
 
 @torch.no_grad()
@@ -94,7 +91,7 @@ def cache_bytes(target) -> None:
         sizes.append((sum(nbytes(vars(layer)) for layer in cache.layers) - entries, entries, records))
     (rest, entries, _), (rest_40, entries_40, records) = ([x / 1e3 for x in sizes[i]] for i in (0, -1))
     print(f"(d) cache after 1 and 40 rounds of one token, in kB: entries {entries:.0f} and {entries_40:.0f}, ", end="")
-    print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}  [only entries grow]")
+    print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}")
 
 
 def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
@@ -108,7 +105,9 @@ def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
         ]
         slope, none = statistics.linear_regression(*zip(*rounds, strict=True))
         costs.append(slope / none)
-    print(f"(e) one more draft: {spread(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]")
+    print(
+        f"(e) one more draft: {median_and_range(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]"
+    )
 
 
 def head_share(target, tokenizer, drafter, repeats: int) -> None:
@@ -123,7 +122,7 @@ def head_share(target, tokenizer, drafter, repeats: int) -> None:
                 seconds_of_a_round(target, tokenizer, prompt, model, most) for model in (drafter, without)
             )
             shares.append((step_s - verify_s - (step_without_s - verify_without_s)) / step_s)
-    print(f"(f) the sequential head: {spread(shares, '.1%')} of a round  [under 10%]")
+    print(f"(f) the sequential head: {median_and_range(shares, '.1%')} of a round")
 
 
 def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int) -> tuple[float, float]:
@@ -157,7 +156,7 @@ def ms(seconds: list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.2f} ms"
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
+def median_and_range(values: list[float], form: str = ".2f") -> str:
     """Median and range."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 

@@ -275,7 +275,7 @@ def _intervals(rows: list[dict], datasets: list[str]) -> list[str]:
 def _line(method: str, rows: list[dict], datasets: list[str]) -> list[str]:
     cells = {name: [_cells([row for row in rows if row["dataset"] == d], name) for d in datasets] for name in FORMS}
     for name, cell in cells.items():
-        cell.append(spread(_averages(rows, datasets, name), FORMS[name]))
+        cell.append(mean_and_deviation(_averages(rows, datasets, name), FORMS[name]))
     return [method, *(cell for pair in zip(*cells.values(), strict=True) for cell in pair)]
 
 
@@ -283,10 +283,10 @@ FORMS = {"speedup": "{:.2f}x", "acceptance_length": "{:.2f}"}
 
 
 def _cells(rows: list[dict], name: str) -> str:
-    return spread([row[name] for row in rows if row[name] is not None], FORMS[name])
+    return mean_and_deviation([row[name] for row in rows if row[name] is not None], FORMS[name])
 
 
-def spread(values: list[float], form: str = "{:.2f}") -> str:
+def mean_and_deviation(values: list[float], form: str = "{:.2f}") -> str:
     """Mean, and the standard deviation over checkpoints and seeds where there are several."""
     if not values:
         return "–"
@@ -307,7 +307,7 @@ def to_markdown(rows: list[dict], notes: list[str]) -> str:
     """All tables, then the definitions and the notes."""
     parts = []
     for title, header, lines in [*make_tables(rows), *make_interval_tables(rows)]:
-        parts.append(f"**{title}**\n\n{table(header, lines)}")
+        parts.append(f"**{title}**\n\n{markdown_table(header, lines)}")
     if not parts:
         parts.append("No prompt has been answered by all methods yet.")
     if any("±" in part for part in parts):
@@ -315,7 +315,7 @@ def to_markdown(rows: list[dict], notes: list[str]) -> str:
     return "\n\n".join([*parts, definitions(rows), *token_notes(rows), *notes]) + "\n"
 
 
-def table(header: list[str], lines: list[list[str]]) -> str:
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
     """In markdown; columns behind the first are aligned to the right."""
     return "\n".join(map(_row, [header, ["---", *["---:"] * (len(header) - 1)], *lines]))
 

@@ -8,7 +8,7 @@
 
 `timed_call` is one such call with everything that a benchmark records of it.
 
-On accelerators every time stamp waits for the work handed to them, so that seconds are those of the work.
+On accelerators every clock reading waits for the work handed to them, so that seconds are those of the work.
 """
 
 import time
@@ -70,7 +70,7 @@ class Clock:
 
     @contextmanager
     def timing_crop(self):
-        """Time every layer's `crop`; apart from `running`'s figures, which the time stamps would weigh on."""
+        """Time every layer's `crop`; apart from `running`'s figures, which the extra clock readings would add to."""
         crop = RewindableSlidingLayer.crop
 
         def timed_crop(layer, tokens_to_remove):
@@ -108,7 +108,7 @@ class Clock:
                 self.draft_by_round.append(seconds)
 
 
-class Stamps:
+class Timestamps:
     """A streamer that notes when the first tokens came and when all was done, and hands the tokens on."""
 
     def __init__(self, on_tokens=None):
@@ -180,12 +180,12 @@ def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, te
         lookup = None
         if "prompt_lookup_num_tokens" in options:
             lookup = stack.enter_context(LookupRounds(target, max_new_tokens))
-        stamps = Stamps(lookup and lookup.on_tokens)
+        timestamps = Timestamps(lookup and lookup.on_tokens)
         torch.manual_seed(seed)
         output = target.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            streamer=stamps,
+            streamer=timestamps,
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
             **(sampling if temperature > 0 else {"do_sample": False}),
@@ -196,8 +196,8 @@ def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, te
     return {
         "num_prompt_tokens": len(ids),
         "num_new_tokens": len(new_ids),
-        "num_timed_tokens": len(new_ids) - stamps.num_first,
-        "decoding_seconds": stamps.last - stamps.first,
+        "num_timed_tokens": len(new_ids) - timestamps.num_first,
+        "decoding_seconds": timestamps.last - timestamps.first,
         "num_steps": len(clock.step_s),
         "step_seconds": sum(clock.step_s),
         "verify_seconds": sum(clock.verify_s),

@@ -163,7 +163,7 @@ def check_fingerprint(pair: Pair) -> Finding:
 
 
 @torch.no_grad()
-def check_paths(pair: Pair) -> Finding:
+def check_two_paths(pair: Pair) -> Finding:
     """One text, some anchors: the logits of training's blocks and of decoding's, both in fp32."""
     text = max(pair.own, key=lambda text: text.anchors.shape[1])
     anchors = text.anchors[:, :: max(1, text.anchors.shape[1] // 8)]
@@ -322,7 +322,7 @@ CHECKS = (
     experiment(OUTPUT, "the output"),
     experiment(POSITIONS, "the rotary embedding"),
     experiment(SETTINGS, "the block"),
-    check_paths,
+    check_two_paths,
     check_lossless,
     check_acceptance,
 )

@@ -210,7 +210,7 @@ class Pair:
         return {"markov_states": head.states(previous.to(slots.device), slots), "markov_w2": head.markov_w2}
 
     @torch.no_grad()
-    def variant(self, **changes) -> HyperDFlashModel:
+    def with_config(self, **changes) -> HyperDFlashModel:
         """The drafter with the same weights, which it shares, under another config."""
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
@@ -354,14 +354,14 @@ def position_trials(pair: Pair) -> Iterator[Trial]:
     bases = {float(p["rope_theta"]) for p in pair.target.config.rope_parameters.values() if "rope_theta" in p}
     for base in sorted(bases - {float(rope["rope_theta"])}):
         fix = f"set rope_theta in its config to {base:g} (it says {rope['rope_theta']:g})"
-        options = lambda base=base: {"model": pair.variant(rope_parameters={**rope, "rope_theta": base})}  # noqa: E731
+        options = lambda base=base: {"model": pair.with_config(rope_parameters={**rope, "rope_theta": base})}  # noqa: E731
         yield Trial(POSITIONS, f"with the target's rope_theta {base:g}", fix, options)
     fix = "train it again with rotary frequencies in fp32"
     yield Trial(POSITIONS, "with rotary frequencies rounded to bf16", fix, lambda: {"model": rounded_rope(pair)})
 
 
 def rounded_rope(pair: Pair) -> HyperDFlashModel:
-    model = pair.variant()
+    model = pair.with_config()
     model.rotary_emb.inv_freq = model.rotary_emb.inv_freq.bfloat16().float()
     return model
 
@@ -379,7 +379,7 @@ def setting_trials(pair: Pair) -> Iterator[Trial]:
         name, value = next(iter(change.items()))
         fix = "enlarge sliding_window" if name == "layer_types" else f"set {name} to {value:g}"
         said = config.sliding_window if name == "layer_types" else getattr(config, name)
-        options = lambda change=change: {"model": pair.variant(**change)}  # noqa: E731
+        options = lambda change=change: {"model": pair.with_config(**change)}  # noqa: E731
         yield Trial(SETTINGS, what, f"{fix} in its config (it says {said})", options)
     for slot, tokens in (
         (0, "slot k predicting the token behind its own"),

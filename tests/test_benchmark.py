@@ -211,14 +211,14 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
     def spend(model, args, kwargs):
         clock.now += 10 if kwargs["input_ids"].shape[1] == 1 else 12
 
-    put = module.timed_call.__globals__["Stamps"].put_round
+    put = module.timed_call.__globals__["Timestamps"].put_round
 
-    def put_slowly(stamps, new_ids, *args):
-        put(stamps, new_ids, *args)
+    def put_slowly(timestamps, new_ids, *args):
+        put(timestamps, new_ids, *args)
         clock.now += len(new_ids)
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(module.timed_call.__globals__["Stamps"], "put_round", put_slowly)
+    monkeypatch.setattr(module.timed_call.__globals__["Timestamps"], "put_round", put_slowly)
     handle = target.model.register_forward_pre_hook(spend, with_kwargs=True)
     try:
         results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, variant], sets)

@@ -121,8 +121,8 @@ ROWS = [
 def test_a_checkpoints_figure_is_its_mean_over_sets_and_the_spread_is_over_checkpoints():
     own = evidence.rows_of(ROWS, "hyperdflash:6")
     assert evidence.means(own, "acceptance_length") == pytest.approx([4.5, 4.7])
-    assert evidence.spread([4.5, 4.7]) == "4.60 ± 0.14"
-    assert evidence.spread([4.5]) == "4.50"
+    assert evidence.mean_and_deviation([4.5, 4.7]) == "4.60 ± 0.14"
+    assert evidence.mean_and_deviation([4.5]) == "4.50"
     assert evidence.rows_of(ROWS, "hyperdflash:6", temperature=1) == []
 
 

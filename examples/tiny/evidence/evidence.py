@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 
 from hyperdflash.benchmark.plot import draw_pictures
-from hyperdflash.benchmark.report import spread, table
+from hyperdflash.benchmark.report import markdown_table, mean_and_deviation
 from hyperdflash.common.colors import method_styles
 from hyperdflash.common.files import write_atomically
 
@@ -107,7 +107,7 @@ def ratio(rows: list[dict], method: str, other: str, name: str, temperature: flo
     """Of a method's figure to another's, seed by seed."""
     ours, theirs = (figures(rows, which, name, temperature) for which in (method, other))
     theirs = theirs * len(ours) if len(theirs) == 1 else theirs
-    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+    return mean_and_deviation([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -123,12 +123,12 @@ def speed_and_tau(group: str, methods: dict[str, str], temperature: float) -> st
         own = rows_of(rows, method, temperature)
         parts = [*([row for row in own if row["dataset"] == name] for name in sets), own]
         cells = [
-            spread(means(part, name), form)
+            mean_and_deviation(means(part, name), form)
             for part in parts
             for name, form in (("speedup", "{:.2f}x"), ("acceptance_length", "{:.2f}"))
         ]
         lines.append([label, *cells])
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def positions(group: str, methods: dict[str, str], temperature: float) -> str:
@@ -139,7 +139,7 @@ def positions(group: str, methods: dict[str, str], temperature: float) -> str:
         rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method, temperature)]
         rates = [fmean(column) for column in zip_longest(*rates, fillvalue=0.0)]
         lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
-    return table(["method", *(str(k) for k in range(1, 7))], lines)
+    return markdown_table(["method", *(str(k) for k in range(1, 7))], lines)
 
 
 CLAIMS = (  # what, method it is compared with, figure, the paper's ratio at temperature 0 and 1 (non-thinking)
@@ -158,7 +158,7 @@ def claims() -> str:
     for what, other, name, *paper in CLAIMS:
         ours = [ratio(rows, "hyperdflash:6", other, name, temperature) for temperature in (0, 1)]
         lines.append([what, ours[0], paper[0], ours[1], paper[1]])
-    return table(["", "temperature 0", "paper", "temperature 1", "paper"], lines)
+    return markdown_table(["", "temperature 0", "paper", "temperature 1", "paper"], lines)
 
 
 def rounds() -> str:
@@ -171,7 +171,7 @@ def rounds() -> str:
         cells = ["–" if None in part else f"{1000 * fmean(part):.1f}" for part in seconds]  # of lookup none is told
         efficiency = [row["efficiency"] for row in own if row["efficiency"] is not None]
         lines.append([label, *cells, f"{fmean(efficiency):.2f}" if method != "target-only" else "–"])
-    return table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
+    return markdown_table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
 
 
 def training() -> str:
@@ -187,7 +187,7 @@ def training() -> str:
             f"{run['flops_per_token'] / 1e6:.0f}",
         ]
         lines.append([f"`{name}`", *cells, f"{last:.2f}" if last else "–"])
-    return table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
+    return markdown_table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
 
 
 def ablations() -> str:
@@ -209,7 +209,7 @@ def ablations() -> str:
         shown = [f"{rate:.2f}" for rate in rates[:3]]
         lines.append([f"`{name.removeprefix('ablation-')}`", runs[name]["what"], f"{tau:.2f}", difference, *shown])
     header = ["run", "", "tau", "difference", "position 1", "2", "3"]
-    return table(header, lines).replace("---:", "---", 1)
+    return markdown_table(header, lines).replace("---:", "---", 1)
 
 
 def seeds() -> str:
@@ -218,8 +218,8 @@ def seeds() -> str:
     lines = []
     for method, label in (("hyperdflash:6", "`base`"), ("dflash:6", "`dflash`")):
         tau = means(rows_of(rows, method), "acceptance_length")
-        lines.append([label, *(f"{value:.2f}" for value in tau), spread(tau)])
-    return table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
+        lines.append([label, *(f"{value:.2f}" for value in tau), mean_and_deviation(tau)])
+    return markdown_table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
 
 
 def texts() -> str:
@@ -235,7 +235,7 @@ def texts() -> str:
             ]
         lines.append([label, *cells])
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
-    return table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
+    return markdown_table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
 
 
 def reducers() -> str:
@@ -247,7 +247,7 @@ def reducers() -> str:
             gate = f"{m * m * D:,} + {m + 1} gate, {m * D:,} norms"
             sizes.append({"hc_gate": gate, "fc": f"{m * D * D:,}", "mean": "0"}[name])
         lines.append([f"`{name}`", *sizes, starts])
-    return table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
+    return markdown_table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
 
 
 def paths() -> str:
@@ -261,7 +261,7 @@ def paths() -> str:
         ["their standard deviation over positions", ", ".join(f"{x:.2f}" for x in found["gate_std"])],
         ["cosine of the gate's collapse and the plain mean", f"{found['cosine_of_collapse_and_mean']:.3f}"],
     ]
-    return table(["", "tiny target"], lines)
+    return markdown_table(["", "tiny target"], lines)
 
 
 def heads_claims() -> str:
@@ -278,7 +278,7 @@ def heads_claims() -> str:
         ):
             cells = [ratio(rows, method, other, name, temperature) for temperature in (0, 1)]
             lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP')}", *cells])
-    return table(["", "temperature 0", "temperature 1"], lines)
+    return markdown_table(["", "temperature 0", "temperature 1"], lines)
 
 
 def calibration() -> str:
@@ -286,7 +286,9 @@ def calibration() -> str:
     found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
     names = ("calibration_error", "brier", "brier_of_mean")
     lines = [[t, f"{part['slots']:,}", *(f"{part[name]:.3f}" for name in names)] for t, part in found.items()]
-    return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
+    return markdown_table(
+        ["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines
+    )
 
 
 def stopping() -> str:
@@ -298,7 +300,7 @@ def stopping() -> str:
             cells = [f"{gain['fixed']:.3f} ({gain['best_fixed_number']})", f"{gain['confidence']:.3f}"]
             lines.append([temperature, f"{gain['cost']:g}", *cells, f"{gain['known']:.3f}"])
     header = ["temperature", "cost of a draft", "best fixed number", "confidence", "acceptance known"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def selector() -> str:
@@ -306,7 +308,7 @@ def selector() -> str:
     found = json.loads((RESULTS / "heads" / "selector.json").read_text())
     base = found["slot by slot"]
     lines = [[name, f"{tau:.3f}", f"{tau / base - 1:+.1%}"] for name, tau in found.items()]
-    return table(["drafts", "tau", ""], lines)
+    return markdown_table(["drafts", "tau", ""], lines)
 
 
 def first_slot() -> str:
@@ -324,7 +326,7 @@ def first_slot() -> str:
             overlap = {temperature: f"{share:.2f}" for temperature, share in of["overlap"].items()}
             others = f"{overlap[lower]}, {overlap[higher]}"
             lines[-1] += [f"{of['same_token']:.2f}", overlap[own], others, f"{of['entropy']:.2f}"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def conditional(temperature: float) -> str:
@@ -337,7 +339,7 @@ def conditional(temperature: float) -> str:
             rates = zip(*(row["conditional_acceptance_rates"] for row in own), strict=True)
             tau = fmean(row["acceptance_length"] for row in own)
             lines.append([name, HEADS[method], *(f"{fmean(rate):.2f}" for rate in rates), f"{tau:.2f}"])
-    return table(["", "method", *map(str, range(1, 7)), "tau"], lines)
+    return markdown_table(["", "method", *map(str, range(1, 7)), "tau"], lines)
 
 
 SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
@@ -358,7 +360,7 @@ def tiny_pair() -> str:
             tau, speedup = ([row[name] for row in own] for name in ("acceptance_length", "speedup"))
             cells = (f"{t:.2f}, {s:.2f}x" for t, s in zip([*tau, fmean(tau)], [*speedup, fmean(speedup)], strict=True))
             lines.append([label, str(temperature), *cells])
-    return table(["tau, speed-up", "temperature", *sets, "mean"], lines)
+    return markdown_table(["tau, speed-up", "temperature", *sets, "mean"], lines)
 
 
 TABLES = {
