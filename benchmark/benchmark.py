@@ -3,14 +3,14 @@
     hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter-paper \\
         --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
 
-Every method answers a prompt before the next prompt comes, in an order that is shuffled for each, so that a machine
-that becomes slower does so for all. Before the first prompt of a temperature comes one warm-up call each. Plain
-decoding (`target-only`) is always measured; later turns follow its answers for all methods, and at temperature 0 every
-other answer is compared with its own.
+All methods answer a prompt before the next prompt is asked, in an order shuffled for each prompt, so that a machine
+that slows down does so for all of them. Each method has one warm-up call per temperature. Plain decoding
+(`target-only`) is always measured: later turns of a chat follow its answers for all methods, and at temperature 0 all
+other answers are compared with its own.
 
-Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
-line. If code that measures has changed in between, it says so, and so do the results. Out come `results.json`,
-`results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+Each call is written to `records.jsonl` when it ends, and the same command on the same machine resumes after the last
+one. If code that affects the figures has changed in between, the command and the results say so. It writes
+`results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
 """
 
 import argparse
@@ -61,10 +61,10 @@ class Plan:
     """What is decoded with every method.
 
     Attributes:
-        sets (`list[PromptSet]`): with the prompts chosen.
-        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding with the first seed only.
+        sets (`list[PromptSet]`): the prompts, already selected.
+        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding uses the first seed only.
         encoding (`dict`): `effort` and `generation` of `encode_with_mask`.
-        max_new_tokens (`int`): of an answer.
+        max_new_tokens (`int`): limit of each answer.
     """
 
     sets: list[PromptSet]
@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def num_turns(self) -> int:
-        """Turns to be answered by each variant, if no prompt is too long."""
+        """How many turns each variant answers if no prompt is too long."""
         return sum(len(prompt.turns) for prompts, *_ in self.cells() for prompt in prompts.prompts)
 
 
@@ -93,7 +93,7 @@ class Benchmark:
     """Measures a plan with all variants.
 
     Attributes:
-        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
+        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; later turns are not asked.
         differences (`list[dict]`): greedy answers that are not target-only's.
         num_compared (`int`): greedy answers that were compared.
         now (`dict`): what is being decoded or compared, by names of `records.KEY`.
@@ -112,7 +112,7 @@ class Benchmark:
     bar: tqdm | None = None
 
     def run(self) -> None:
-        """Measure what the records lack."""
+        """Make every call that is not in the records yet."""
         total, hidden = self.plan.num_turns * len(self.variants), progress_is_hidden()
         start = self.records.num_resumed
         with tqdm(
@@ -125,7 +125,7 @@ class Benchmark:
                     self.converse(cell, prompt)
 
     def converse(self, cell: dict, prompt: Prompt) -> None:
-        """Have every turn of a prompt answered by all variants, in an order of its own."""
+        """Have all variants answer every turn of a prompt, in an order shuffled for this prompt."""
         messages, order = list(prompt.history), list(self.variants)
         random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
         for turn, text in enumerate(prompt.turns):
@@ -158,10 +158,11 @@ class Benchmark:
             figures = self.decode(variant, ids, self.plan.max_new_tokens, question["temperature"], seed)
             self.records.append({**names, **figures})
             self.bar.update()
-        return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
+        # Frees the memory; the file keeps them
+        return self.records.done[key].pop("new_ids")
 
     def warm_up(self, ids: list[int], temperature: float) -> None:
-        """One short call per variant, not recorded, before the first of a temperature that is."""
+        """One short call per variant and temperature, not recorded: the first call of a kind is slower."""
         if temperature not in self.warm:
             self.warm.add(temperature)
             for variant in self.variants:
@@ -172,7 +173,7 @@ class Benchmark:
         return timed_call(self.target, variant.options, ids, **options)
 
     def traces(self) -> list[Trace]:
-        """The rounds of every drafter on the first prompt of each cell, decoded again: recording costs time."""
+        """The rounds of every drafter on the first prompt of each cell, decoded again as recording takes time."""
         traces, drafters = [], [variant for variant in self.variants if variant.assistant is not None]
         for prompts, mode, temperature, seed in tqdm(
             list(self.plan.cells()), desc="Tracing", unit="cell", disable=progress_is_hidden()
@@ -191,7 +192,7 @@ class Benchmark:
         return traces
 
     def compare(self, ids: list[int], answers: dict[tuple, list[int]], question: dict) -> None:
-        """Note where greedy answers part from target-only's, and whether a tie explains it."""
+        """Note where greedy answers first differ from target-only's, and whether rounding explains it."""
         plain, *others = [
             torch.tensor([ids + answers[variant.key]], device=self.target.device) for variant in self.variants
         ]
@@ -224,7 +225,7 @@ class Benchmark:
         return set(eos if isinstance(eos, list) else [eos])
 
     def results(self, *, complete: bool) -> dict:
-        """What `results.json` holds, less the environment."""
+        """The content of `results.json` without the environment."""
         num_ties = sum(difference["explained"] for difference in self.differences)
         variants = [variant.key for variant in self.variants]  # in their order, not the shuffled one of the calls
         records = sorted(self.records.done.values(), key=lambda r: variants.index((r["method"], r["checkpoint"])))
@@ -247,7 +248,7 @@ class Benchmark:
         }
 
     def empty_sets(self) -> list[str]:
-        """Sets and modes of which no prompt was short enough."""
+        """Sets and modes without a prompt that is short enough."""
         empty = {}
         for prompts, mode, *_ in self.plan.cells():
             out = {
@@ -323,8 +324,8 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 1 when an answer differs without a tie, a set could not be had, or none of its prompts
-    was short enough; else 0."""
+    """Run the command; returns 1 when an answer differs by more than rounding explains, a set could not be downloaded,
+    or all its prompts were too long; else 0."""
     methods = _check(args)
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -334,7 +335,7 @@ def run(args: argparse.Namespace) -> int:
     records = Records(args.output, run_settings(args, methods, sets, checkpoint))
     records.check()
     if not sets:
-        raise OSError("no set is left to measure")
+        raise OSError("there is no prompt set to measure")
     target, tokenizer = load_target(*_loadable(checkpoint), args.dtype, args.device_map)
     variants = load_variants(methods, target, args.dtype)
     _warn_of_encoding(variants, args.modes, args.generation)
@@ -348,9 +349,9 @@ def run(args: argparse.Namespace) -> int:
         facts = {"environment": environment(args, target, records.settings), "missing_sets": missing}
         try:
             benchmark.run()
-        except BaseException:  # Ctrl-C, out of memory: whatever it is goes on up
+        except BaseException:  # also Ctrl-C: report what there is, then raise it again
             where = _named(benchmark.now) or "the start"
-            print(f"hyperdflash benchmark: stopped at {where}; the same command goes on from there", file=sys.stderr)
+            print(f"hyperdflash benchmark: stopped at {where}; run the same command again to resume", file=sys.stderr)
             write_report(args.output, {**facts, **benchmark.results(complete=False)})
             raise
         results = {**facts, **benchmark.results(complete=True)}
@@ -368,7 +369,7 @@ def _loadable(target: TargetCheckpoint) -> tuple[str, str | None]:
 
 
 def _check(args: argparse.Namespace) -> list[Method]:
-    """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
+    """The methods of --methods. Raises `UsageError` for options that cannot be used as they are."""
     methods = parse_methods(args.methods)
     check_names(args.datasets, args.prompts)
     check_positive(args, "num_prompts", "max_new_tokens", "threads")
@@ -393,7 +394,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
 
 
 def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
-    """The sets with their prompts chosen, and the names of those that could not be had, which is said."""
+    """The sets with their prompts selected, and the names of those that could not be downloaded, with a warning."""
     sets, missing = [read_file(path) for path in args.prompts], []
     for dataset in args.datasets:
         try:
@@ -405,7 +406,7 @@ def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
 
 
 def _warn_of_encoding(variants: list[Variant], modes: list[str], generation: str) -> None:
-    """Say which drafters were trained on texts of another mode or generation of the chat encoding."""
+    """Warn of drafters trained on another mode or generation of the chat encoding."""
     found = [
         (
             variant.checkpoint or variant.method,
@@ -419,14 +420,14 @@ def _warn_of_encoding(variants: list[Variant], modes: list[str], generation: str
 
 
 def _warn_of_code(records: Records) -> None:
-    """Say that the calls still to come are measured by other code than those there are."""
+    """Warn that the remaining calls are measured by other code than the recorded ones."""
     text = f"{', '.join(records.changed_files)} changed after the {records.num_resumed} calls in {records.folder}"
-    advice = "the results name the change; for figures of one code choose another --output"
+    advice = "the results name the change; choose another --output to measure everything with the same code"
     print(f"hyperdflash benchmark: {text} were measured: {advice}", file=sys.stderr)
 
 
 def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:
-    """Print the tables and what went wrong; the exit status."""
+    """Print the tables and what went wrong; returns the exit status."""
     _print_tables(results)
     for note in (*token_notes(results["rows"]), *run_notes(results)):
         print(note)
@@ -436,7 +437,7 @@ def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> 
         print(f"  {where}: token {difference['position']}, logits of the two tokens {gap} apart: {cause}")
     empty = benchmark.empty_sets()
     for name in empty:
-        print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)
+        print(f"hyperdflash benchmark: all prompts of {name} are too long", file=sys.stderr)
     print(f"results: {args.output}")
     return int(bool(results["lossless"]["num_unexplained"] or empty or results["missing_sets"]))
 

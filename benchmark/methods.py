@@ -2,12 +2,12 @@
 
     target-only                          plain decoding, always measured
     prompt-lookup:6                      transformers' own, drafting from the prompt
-    mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native module, the target's own or another one
+    mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native MTP module, the target's own or another one
     hyperdflash:6=A,B,C  dflash:6=D      a drafter; A, B and C are the same method trained with several seeds
     hyperdflash+markov:6=A               one with heads: also mean+markov, dspark-like (tapped layers)
-    hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above leaves out
+    hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above does not use
 
-N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revision` pins one.
+N is the number of drafts per round. A checkpoint is a folder or Hub id; `id@revision` pins one.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.mtp import PREFIX, check_mtp_names, load_mtp
 from ..pairing_hyperdflash import check_shapes
 
-CONFIDENCE = "+confidence"  # without it, a confidence head is left out
+CONFIDENCE = "+confidence"  # in a method's name; without it, a confidence head is not used
 # What a drafter's configuration says when it is of the method.
 _HIDDEN, _PATHS = {"context_source": "hidden_layers"}, {"context_source": "pre_hc_head"}
 _MARKOV = {"draft_head": "markov"}
@@ -55,8 +55,8 @@ class Method:
     """One line of a table.
 
     Attributes:
-        label (`str`): `name:N`; with its checkpoints in brackets where the same `name:N` was asked for more than once.
-        name (`str`), num_drafts (`int`): the two parts of it; 0 drafts for plain decoding.
+        label (`str`): `name:N`, with its checkpoints in brackets if the same `name:N` is given more than once.
+        name (`str`), num_drafts (`int`): the parts of `name:N`; 0 drafts for plain decoding.
         checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own MTP module.
             `find_checkpoints` puts a `Checkpoint` in the place of each, and of the target's own MTP module.
     """
@@ -72,8 +72,8 @@ class Variant:
     """One thing measured: a method with one of its checkpoints.
 
     Attributes:
-        method, checkpoint (`str`): labels in the results; the checkpoint's is None where there is none to choose.
-        options (`dict`): what `generate` is given.
+        method, checkpoint (`str`): labels in the results; the checkpoint's is None for methods without one.
+        options (`dict`): keyword arguments of `generate`.
     """
 
     method: str
@@ -93,9 +93,9 @@ class Variant:
 
 
 def parse_methods(texts: list[str]) -> list[Method]:
-    """The methods in order, plain decoding first whether it was named or not.
+    """The methods in order, always with plain decoding first.
 
-    Raises `UsageError` that names what cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
+    Raises `UsageError` that names a method that cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
     """
     parsed = [_parse(text) for text in texts]
     places = [(name, number, tuple(map(_resolved, checkpoints))) for name, number, checkpoints in parsed]
@@ -130,9 +130,9 @@ def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
             raise UsageError(f"--methods {text}: {TARGET_ONLY} takes neither a number nor a checkpoint")
         return name, None, ()
     if number is None or not number.isdecimal() or int(number) < 1:
-        raise UsageError(f"--methods {text}: say how many drafts a round, as in {name}:6")
+        raise UsageError(f"--methods {text}: give the number of drafts per round, as in {name}:6")
     if not all(checkpoints):
-        raise UsageError(f"--methods {text}: a checkpoint behind '=' or ',' is empty")
+        raise UsageError(f"--methods {text}: a checkpoint after '=' or ',' is empty")
     if name in DRAFTERS and not checkpoints:
         raise UsageError(f"--methods {text}: {name} needs a drafter, as in {name}:{number}=FOLDER")
     if name == PROMPT_LOOKUP and checkpoints:
@@ -141,13 +141,13 @@ def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
 
 
 def _resolved(checkpoint: str) -> str:
-    """The same for a folder however it was typed; a Hub id as it is."""
+    """The absolute path of a folder, so that two spellings are recognised; a Hub id unchanged."""
     folder = Path(checkpoint).expanduser()
     return str(folder.resolve()) if folder.is_dir() else checkpoint
 
 
 def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
-    """A short name for each: the last parts of its path, as many as tell all of them apart."""
+    """A short name for each: as many of the last parts of its path as are needed to tell them apart."""
     parts = {c: Path(_resolved(c)).parts for c in checkpoints}
     depth = 1
     while depth < max(map(len, parts.values()), default=1):
@@ -249,12 +249,12 @@ def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -
     if any(found[name] != value for name, value in wanted.items()):
         kinds = [name for name, values in DRAFTERS.items() if all(found[n] == v for n, v in values.items())]
         raise ValueError(
-            f"{checkpoint} is no drafter of method {method.name} ({_values(wanted)}): its configuration has "
-            f"{_values(found)}, which is method {' or '.join(kinds) or 'nothing that is compared here'}"
+            f"{checkpoint} is not a drafter of method {method.name} ({_values(wanted)}): its configuration has "
+            f"{_values(found)}, which is {'method ' if kinds else ''}{' or '.join(kinds) or 'not compared here'}"
         )
     if method.num_drafts > config.block_size - 1:
         raise ValueError(
-            f"{method.label}: {checkpoint} drafts at most {config.block_size - 1} tokens a round (block_size "
+            f"{method.label}: {checkpoint} drafts at most {config.block_size - 1} tokens per round (block_size "
             f"{config.block_size}, anchor included)"
         )
 
@@ -264,7 +264,7 @@ def _values(values: dict) -> str:
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """Of the files that there are, with their names."""
+    """A hash of the files that exist, and of their names."""
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.is_file()):
         with path.open("rb") as file:

@@ -1,9 +1,9 @@
-"""Pictures of a benchmark, and `hyperdflash plot`, which makes them and the table again from `results.json` files.
+"""Pictures of a benchmark; `hyperdflash plot` makes them and the table again from `results.json` files.
 
     hyperdflash plot runs/headline runs/ablation --output runs/both
 
-`acceptance.png`: the share of rounds whose draft at position 1..N was accepted, sets weighted equally. `speedup.png`:
-the speed-up of each method on each set, with its interval. One panel for each mode and temperature.
+`acceptance.png`: the share of rounds whose draft at position 1..N was accepted, with equal weight for each set.
+`speedup.png`: the speed-up of each method on each set, with its interval. One panel for each mode and temperature.
 """
 
 import argparse
@@ -20,9 +20,10 @@ from .records import GROUP
 from .report import NO_INTERVAL, RESULTS_FILE, TABLE_FILE, run_notes, single_prompt_sets, write_table
 
 ACCEPTANCE_FILE, SPEEDUP_FILE = "acceptance.png", "speedup.png"
-ALIKE = ("target_fingerprint", "dtype", "device", "threads")  # of an environment: others are of another table
+# Results that differ in one of these are not comparable and do not share a table
+ALIKE = ("target_fingerprint", "dtype", "device", "threads")
 NOTHING_TO_DRAW = f"only {TARGET_ONLY} was measured"
-SIZES = ("num_prompts", "num_new_tokens")  # plain decoding of the same prompts has the same
+SIZES = ("num_prompts", "num_new_tokens")  # equal for plain decoding of the same prompts
 
 
 def add_parser(subparsers) -> argparse.ArgumentParser:
@@ -58,19 +59,19 @@ def check_pictures() -> None:
 
 
 def check_picture_folder(output: Path) -> None:
-    """Raises `FileExistsError` for a file, and for a folder with something else in it than a benchmark's results."""
+    """Raises `FileExistsError` for a file, and for a folder with other content than a benchmark's results."""
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"{output} is a file: choose another --output")
     ours = (RESULTS_FILE, TABLE_FILE)
     if output.is_dir() and any(output.iterdir()) and not any((output / name).is_file() for name in ours):
-        raise FileExistsError(f"{output} is not empty and holds no benchmark: choose another --output")
+        raise FileExistsError(f"{output} is not empty and is not a benchmark's folder: choose another --output")
 
 
 def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
     """The rows of all folders together, and a note on each.
 
-    Raises `OSError` for a folder without results, `ValueError` for broken ones, for rows that two folders have, and
-    for folders that were measured with another target, dtype, device or number of threads, or on other prompts.
+    Raises `OSError` for a folder without results; `ValueError` for broken results, for a row that occurs twice, and
+    for folders measured with another target, dtype, device or number of threads, or on other prompts.
     """
     rows, notes, seen, first = [], [], {}, {}
     for folder in folders:
@@ -84,7 +85,7 @@ def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
                 value = results["environment"][name]
                 if value != first.setdefault(name, value):
                     raise ValueError(
-                        f"it has {name} {value}, but {folders[0]} has {first[name]}: make a table of each"
+                        f"it has {name} {value}, but {folders[0]} has {first[name]}: make separate tables"
                     )
             notes += [(f"{folder.name}: " if len(folders) > 1 else "") + note for note in run_notes(results)]
             for row in found:
@@ -100,7 +101,7 @@ def read_results(folders: list[Path]) -> tuple[list[dict], list[str]]:
             reason = f"it lacks {error}" if isinstance(error, KeyError) else error
             raise ValueError(f"{path} cannot be used: {reason}") from error
     if not rows:
-        raise ValueError(f"no rows in {', '.join(map(str, folders))}: nothing was answered by all methods")
+        raise ValueError(f"no rows in {', '.join(map(str, folders))}: no prompt was answered by all methods")
     return rows, notes
 
 
@@ -138,10 +139,11 @@ def _titles(panels: list[tuple[str, float]]) -> list[str]:
 
 
 def acceptance_curve(rows: list[dict]) -> list[float]:
-    """Mean over the rows of one method of the unconditional acceptance at positions 1, 2, ..., each row alike."""
+    """Unconditional acceptance of one method at positions 1, 2, ...: the mean over its rows."""
     curves = [row["per_position_acceptance_rates"] for row in rows if row["per_position_acceptance_rates"]]
     length = max(map(len, curves), default=0)
-    curves = [curve + [0.0] * (length - len(curve)) for curve in curves]  # a position never drafted, never accepted
+    # A position that was never drafted was never accepted
+    curves = [curve + [0.0] * (length - len(curve)) for curve in curves]
     return [statistics.fmean(rates) for rates in zip(*curves, strict=True)]
 
 
@@ -218,7 +220,8 @@ def _draw_bars(axes, place: tuple[float, float], style: dict, rows: list[dict], 
 
 
 def _figure(width: float, height: float):
-    from matplotlib.figure import Figure  # without pyplot: no global state, and Agg whatever the machine has
+    # Without pyplot: no global state, and the Agg backend on every machine
+    from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=120, layout="constrained")
 

@@ -1,9 +1,9 @@
 """Where the time of a round goes, on the tiny pair: `make bench`, or `python -m hyperdflash.benchmark.profile_rounds`.
 
-Everything is measured in one run, plain and drafted decoding interleaved; read the ratios, not the times.
-Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
-(c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which the drafter's
-`verify_cost` should say; (f) the share of its sequential head, if it has one.
+Everything is measured in one run that interleaves plain and drafted decoding; read the ratios, not the times.
+Prints (a) the time outside the forwards, of a round and of a plain step; (b) how the drafter's time grows with rounds
+and context; (c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which should be
+the drafter's `verify_cost`; (f) the share of its sequential head, if it has one.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def drafter_time(target, narrow) -> None:
 
 @torch.no_grad()
 def cache_bytes(target) -> None:
-    """(d): bytes of the cache after rounds that append nothing: they depend on the length alone."""
+    """(d): bytes of the cache after 1 and 40 rounds of one token; only the entries should grow."""
     cache = make_rewindable(DynamicCache(config=target.config), target.config)
     generator = torch.Generator().manual_seed(0)
     target(random_ids(target, 300, generator), cache=cache, use_cache=True)
@@ -95,7 +95,7 @@ def cache_bytes(target) -> None:
 
 
 def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
-    """(e): the slope of a round's time over its drafts, by the time of a round that would have none."""
+    """(e): by how much a draft lengthens a round, relative to a round without drafts (a linear fit)."""
     costs = []
     for _ in range(repeats):
         rounds = [
@@ -106,12 +106,12 @@ def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
         slope, none = statistics.linear_regression(*zip(*rounds, strict=True))
         costs.append(slope / none)
     print(
-        f"(e) one more draft: {median_and_range(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]"
+        f"(e) one more draft: {median_and_range(costs, '.3f')} of a round; verify_cost is {drafter.config.verify_cost}"
     )
 
 
 def head_share(target, tokenizer, drafter, repeats: int) -> None:
-    """(f): what a round with the sequential head has more than one without, the target's forward aside."""
+    """(f): the extra time of a round with the sequential head, the target's forward excluded."""
     without = copy.copy(drafter)
     without._modules = {**drafter._modules, "markov_head": None}  # the weights are shared
     shares = []

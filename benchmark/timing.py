@@ -1,4 +1,4 @@
-"""Where the time of a call goes: hooks on the forwards of the target and of its drafter.
+"""Where the time of a call goes, measured by hooks on the forwards of the target and its drafter.
 
     clock = Clock(target, drafter)
     with clock.running():
@@ -6,9 +6,9 @@
         target.generate(prompt, assistant_model=drafter)
     clock.verify_s, clock.draft_s, clock.outside_s      # seconds of every round
 
-`timed_call` is one such call with everything that a benchmark records of it.
+`timed_call` makes one call and returns everything that a benchmark records of it.
 
-On accelerators every clock reading waits for the work handed to them, so that seconds are those of the work.
+On accelerators every clock reading waits for the queued work, so that it is the work that is timed.
 """
 
 import time
@@ -22,18 +22,18 @@ from ..target_hyperdflash import RewindableSlidingLayer
 
 
 class Clock:
-    """Seconds inside the target's forward, the drafter's (with its own heads, and the embedding and LM head it
-    borrows), and `crop`.
+    """Seconds inside the target's forward, the drafter's (including its heads and the target's embedding and LM head,
+    which it shares), and `crop`.
 
     Args:
         target: the target.
         drafter (*optional*): a HyperDFlash drafter or an MTP module; None for plain decoding.
 
-    Attributes (lists have one entry a step, from the end of the target's forward to the end of its next one):
-        step_s, verify_s, draft_s, outside_s (`list[float]`): the step, and of it the target's forward, the drafter's
-            with what it borrows, and the rest. The prefill is no step.
-        draft_by_round (`list[float]`): of every forward of the drafter, alone.
-        crop_s (`float`): in `crop`, within `timing_crop`.
+    Attributes (lists have one entry per step, which runs from the end of a target's forward to the end of the next):
+        step_s, verify_s, draft_s, outside_s (`list[float]`): the whole step, and in it the target's forward, the
+            drafter's with embedding and LM head, and the rest. The prefill is not a step.
+        draft_by_round (`list[float]`): each forward of the drafter alone.
+        crop_s (`float`): time in `crop`, within `timing_crop`.
     """
 
     def __init__(self, target, drafter=None):
@@ -45,14 +45,14 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, as before a call."""
+        """Forget everything; call it before each call that is timed."""
         self.crop_s, self.draft_by_round = 0.0, []
         self.step_s, self.verify_s, self.draft_s, self.outside_s = [], [], [], []
         self._starts, self._in_target, self._inside_s, self._last_end = {}, False, 0.0, None
 
     @contextmanager
     def running(self):
-        """Hooks on the modules for the length of a `with`."""
+        """Keep hooks on the modules within a `with`."""
         modules = [self.target, *([] if self.drafter is None else [self.drafter]), *self._around_draft]
         handles = [
             handle
@@ -85,7 +85,8 @@ class Clock:
             RewindableSlidingLayer.crop = crop
 
     def _enter(self, module, args):
-        if not self._in_target:  # its own embedding and head are in its time, and waiting for them would add to it
+        # Within the target's forward its embedding and head are part of its time, and waiting would add to it
+        if not self._in_target:
             self._starts[module] = time_at_rest(self._devices)
             self._in_target = module is self.target
 
@@ -109,7 +110,7 @@ class Clock:
 
 
 class Timestamps:
-    """A streamer that notes when the first tokens came and when all was done, and hands the tokens on."""
+    """A streamer that notes when the first tokens and the end came, and passes the tokens to `on_tokens`."""
 
     def __init__(self, on_tokens=None):
         self.on_tokens = on_tokens
@@ -134,10 +135,10 @@ class Timestamps:
 
 
 class LookupRounds:
-    """Counts the rounds of prompt lookup, whose loop is transformers' own and reports none.
+    """Counts the rounds of prompt lookup, as transformers' own loop does not report them.
 
-    Drafts are what a forward was fed behind the last token, accepted those that the stream then repeats. As in our own
-    loop, the prefill is no round, and drafts that the length limit leaves no room for do not count.
+    Drafts are the tokens that a forward got after the last one; the stream then repeats the accepted ones. As in our
+    own loop, the prefill is not a round, and drafts beyond the length limit do not count.
     """
 
     def __init__(self, target, max_new_tokens: int):

@@ -150,7 +150,7 @@ def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path
     """https://github.com/vllm-project/vllm/pull/17908, https://github.com/SafeAILab/EAGLE/issues/95
 
     Five turns of 10 tokens: one from the prefill, nine from rounds of up to three drafts. A round never drafts more
-    than the limit leaves room for beside the target's own token, and a step without drafts is no round.
+    than the limit leaves room for beside the target's own token, and a step without drafts is not a round.
     """
     sets = [prompt_set(1, 2, 2)]
     texts = greedy_texts(sets)
@@ -319,7 +319,7 @@ def test_rounds_of_prompt_lookup_are_counted_exactly(temperature, monkeypatch):
         figures = timed_call(target, {"prompt_lookup_num_tokens": 4}, ids, **options)
         text = ids + figures["new_ids"]
         drafts, accepted = [], []
-        for start, candidates in proposed[1:]:  # the prefill is no round
+        for start, candidates in proposed[1:]:  # the prefill is not a round
             candidates = candidates[: len(ids) + options["max_new_tokens"] - start - 1]
             if candidates:
                 drafts.append(len(candidates))
@@ -457,7 +457,7 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
     assert "all 12 greedy answers" in capsys.readouterr().out
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.count("**") == 2 * 4
-    for sentence in ("Above temperature 0 every method samples", "prompt-lookup's loop is transformers' own"):
+    for sentence in ("Above temperature 0 each method samples", "prompt-lookup runs in transformers' own loop"):
         assert sentence in table
         assert sentence in results["definitions"]
 
@@ -475,7 +475,7 @@ def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_the_same_command_goes_on_behind_a_torn_line(command, tmp_path, monkeypatch):
+def test_the_same_command_resumes_after_a_torn_line(command, tmp_path, monkeypatch):
     whole = command(prompts=("two.jsonl",), out=tmp_path / "whole")[1]
     _, first = command(prompts=("two.jsonl",))
     assert first["resumed"] == 0
@@ -722,21 +722,21 @@ def no_hub(*args, **kwargs):
     raise ConnectionError("no network here")
 
 
-def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, tmp_path, monkeypatch, capsys):
+def test_a_set_that_cannot_be_downloaded_is_skipped_and_reported(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     status, results = command("--datasets", "gsm8k")
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
     assert results["missing_sets"] == ["gsm8k"]
-    assert "had, and so were not gone on with: gsm8k." in (tmp_path / "out" / "table.md").read_text()
-    assert "the set gsm8k (openai/gsm8k) cannot be had: no network here" in capsys.readouterr().err
-    # Later it can be had: the run goes on with it
+    assert "Skipped sets (not available): gsm8k." in (tmp_path / "out" / "table.md").read_text()
+    assert "the set gsm8k (openai/gsm8k) could not be downloaded: no network here" in capsys.readouterr().err
+    # Once it is there, the run resumes with it
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 2?"}])
     status, results = command("--datasets", "gsm8k")
     assert (status, results["resumed"]) == (0, 2)
     assert {row["dataset"] for row in results["rows"]} == {"one", "gsm8k"}
     assert "2 calls were measured by an earlier run" in (tmp_path / "out" / "table.md").read_text()
-    # And is another set then
+    # With other rows it is another set
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 3?"}])
     assert command("--datasets", "gsm8k")[0] == 1
 
@@ -745,7 +745,7 @@ def test_without_any_set_nothing_is_written(command, monkeypatch, tmp_path, caps
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     assert command("--datasets", "gsm8k", prompts=()) == (1, None)
     assert not (tmp_path / "out").exists()
-    assert "no set is left" in capsys.readouterr().err
+    assert "there is no prompt set to measure" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_path, capsys):
@@ -756,8 +756,11 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_pa
     assert [row["num_prompts"] for row in results["rows"]] == [2, 2]
     assert sorted((x["prompt"], x["turn"]) for x in results["left_out"]) == [(1, 0), (2, 1)]
     assert all(x["num_prompt_tokens"] > 2040 for x in results["left_out"])
-    assert "longer than 2040 tokens: 2 of some" in capsys.readouterr().out
-    assert "longer than 2040 tokens: 2 of some" in (tmp_path / "out" / "table.md").read_text()
+    assert "longer than 2040 tokens, left out entirely or from a later turn on: 2 of some" in capsys.readouterr().out
+    assert (
+        "longer than 2040 tokens, left out entirely or from a later turn on: 2 of some"
+        in (tmp_path / "out" / "table.md").read_text()
+    )
 
 
 def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_path, capsys):
@@ -765,7 +768,7 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
     status, results = command(prompts=(str(tmp_path / "long.jsonl"), "one.jsonl"))
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
-    assert "no prompt of long (non-thinking) is short enough" in capsys.readouterr().err
+    assert "all prompts of long (non-thinking) are too long" in capsys.readouterr().err
     status, results = command(prompts=(str(tmp_path / "long.jsonl"),), out=tmp_path / "none")
     assert (status, results["rows"]) == (1, [])
 
@@ -778,10 +781,10 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
     [
         ({"methods": ("hyperdflesh:6=a/final",)}, "unknown method 'hyperdflesh'"),
         ({"methods": ("hyperdflash:6",)}, "needs a drafter, as in hyperdflash:6=FOLDER"),
-        ({"methods": ("hyperdflash=a/final",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:0",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:three",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:3=",)}, "a checkpoint behind '=' or ',' is empty"),
+        ({"methods": ("hyperdflash=a/final",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:0",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:three",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:3=",)}, "a checkpoint after '=' or ',' is empty"),
         ({"methods": ("prompt-lookup:3=a/final",)}, "takes no checkpoint"),
         ({"methods": ("target-only:3",)}, "takes neither"),
         ({"methods": ("mtp:3", "mtp:3")}, "twice"),
@@ -846,7 +849,7 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
     [
         (
             "dflash:3=a/final",
-            "no drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its configuration has",
+            "not a drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its configuration has",
         ),
         (
             "hyperdflash:3=mean",
@@ -858,8 +861,8 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
         ),
         ("hyperdflash:3=markov", "method hyperdflash+markov or hyperdflash+markov+confidence"),
         ("mean:3=dflash", "reducer 'fc', draft_head 'none', draft_confidence False, which is method dflash"),
-        ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens a round (block_size 4"),
-        ("hyperdflash:3=target", "is no HyperDFlash drafter"),
+        ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens per round (block_size 4"),
+        ("hyperdflash:3=target", "HyperDFlash drafter"),
         ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
         ("mtp:3", "holds no native MTP module"),
         ("mtp:3=a/final", "holds no native MTP module"),

@@ -293,11 +293,11 @@ def test_verification_that_changes_the_text_is_named(world, monkeypatch):
         ),
         ([1e-6, 0.5, None], FAIL, "at position 1 by logits that are 0.5 apart"),
         ([1e-6, None, math.inf], FAIL, "at position 2 where one ends"),
-        ([1e-6, math.nan, 1e-6], FAIL, "at position 1 where one ends, or the logits are no numbers"),
+        ([1e-6, math.nan, 1e-6], FAIL, "at position 1 where one ends, or the logits are NaN"),
     ],
     ids=str,
 )
-def test_one_difference_that_is_no_tie_is_enough(world, monkeypatch, gaps, status, words):
+def test_one_difference_that_is_not_a_tie_is_enough(world, monkeypatch, gaps, status, words):
     pair = world.pair(world.drafter)
     pair.plain, pair.drafted = range(3), [SimpleNamespace(sequences=None)] * 3
     differ = lambda target, plain, other: None if gaps[plain] is None else (plain, gaps[plain])  # noqa: E731
@@ -406,7 +406,7 @@ def shift(state, by):
 
 WRONG_STATES = {
     "the normed last hidden state": lambda s: s.last_hidden_state.unsqueeze(2).expand_as(s.residual),
-    "the collapsed state behind hc_head": lambda s: (
+    "the collapsed state after hc_head": lambda s: (
         s.target.model.hc_head(s.residual).detach().unsqueeze(2).expand_as(s.residual)
     ),
     "the average of the paths": lambda s: s.residual.mean(2, keepdim=True).expand_as(s.residual),
@@ -437,11 +437,11 @@ def test_a_drafter_that_learned_from_another_state_is_told_which(school, words):
 @pytest.mark.parametrize(
     ("words", "logits"),
     [
-        ("with the target's final norm behind its own", lambda norm: lambda before, after: norm(after)),
+        ("with the target's final norm after its own", lambda norm: lambda before, after: norm(after)),
         nightly("with the target's final norm instead of its own", lambda norm: lambda before, after: norm(before)),
     ],
 )
-def test_a_drafter_that_learned_behind_another_norm_is_told_which(school, words, logits):
+def test_a_drafter_that_learned_with_another_norm_is_told_which(school, words, logits):
     found = cause(school.pair(school.teach(school.residual, logits=logits(school.target.model.norm))))
     assert found.check == "norm and head"
     assert words in found.text
@@ -456,7 +456,7 @@ def test_a_drafter_that_learned_at_other_positions_is_told_so(school, offset, wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slot", "words"), [(0, "the token behind its own"), nightly(2, "the token before its own")])
+@pytest.mark.parametrize(("slot", "words"), [(0, "the token after its own"), nightly(2, "the token before its own")])
 def test_a_drafter_whose_slots_learned_another_token_is_told_so(school, slot, words):
     found = cause(school.pair(school.teach(school.residual, first_slot=slot)))
     assert found.status == FAIL
@@ -547,7 +547,7 @@ def test_the_cause_is_named_at_the_end_and_as_json(tmp_path, capsys):
     assert "hyperdflash init" in result["findings"][1]["fix"]
 
 
-def test_warnings_alone_are_no_failure(monkeypatch, capsys):
+def test_warnings_alone_are_not_a_failure(monkeypatch, capsys):
     found = [check.Finding("encoding", WARNING, "another mode [thinking]", "use --mode thinking")]
     monkeypatch.setattr(check, "find", lambda args, chats: found)
     assert main(["check", str(TARGET), str(DRAFTER)]) == 0
@@ -637,8 +637,8 @@ def test_prompts_are_those_of_a_benchmark_and_answers_come_with_them(tmp_path):
     ],
     ids=str,
 )
-def test_a_row_that_is_no_prompt_is_named_before_the_target_is_loaded(tmp_path, row, words):
+def test_a_row_without_a_prompt_is_named_before_the_target_is_loaded(tmp_path, row, words):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=rf"prompts.jsonl:1 is no prompt: .*{words}"):
+    with pytest.raises(ValueError, match=rf"prompts.jsonl:1 is not a prompt: .*{words}"):
         check.read_chats(str(path), 1)

@@ -60,7 +60,7 @@ def record(method, prompt, *, tokens, seconds, drafts=None, accepted=None, steps
 
 
 def two_prompts():
-    """Prompt 0 with one turn, prompt 1 with two; a drafter of three drafts a round."""
+    """Prompt 0 with one turn, prompt 1 with two; a drafter with three drafts per round."""
     return [
         record("target-only", 0, tokens=8, seconds=8.0, steps=(8, 8.0, 6.0, 0.0)),
         record("m:3", 0, tokens=8, seconds=4.0, drafts=[3, 3], accepted=[3, 3], steps=(2, 4.0, 2.5, 0.5)),
@@ -96,7 +96,7 @@ def test_the_speedup_is_the_ratio_of_all_tokens_over_all_seconds():
     assert (row["draft_share"], row["verify_share"], row["other_share"]) == (2 / 12, 8 / 12, 2 / 12)
     assert (plain["step_seconds"], plain["verify_seconds"], plain["other_seconds"]) == (1.0, 0.75, 0.25)
     assert row["step_seconds"] == 2.0
-    # 2.5 tokens a round, each round a verification, a draft, and what a plain step needs besides
+    # 2.5 tokens per round; each round has a verification, a draft, and the rest of a plain step
     assert row["attainable_speedup"] == pytest.approx(2.5 * 1.0 / (8 / 6 + 2 / 6 + 0.25))
     assert row["efficiency"] == pytest.approx(1.5 / row["attainable_speedup"])
 
@@ -159,7 +159,7 @@ def test_prompt_lookups_drafting_is_not_told_apart():
     assert row["draft_share"] is row["draft_seconds"] is None
     assert (row["verify_share"], row["other_share"]) == (2.5 / 4, 1.5 / 4)
     assert row["attainable_speedup"] is not None
-    assert "prompt-lookup's loop is transformers' own" in to_markdown([row], [])
+    assert "prompt-lookup runs in transformers' own loop" in to_markdown([row], [])
     assert "transformers' own" not in to_markdown([row | {"method": "m:3"}], [])
 
 
@@ -209,7 +209,7 @@ def test_the_table_has_methods_down_and_sets_across():
         "| m:3 | 2.10x ± 0.14 | 3.20 ± 0.28 | 1.10x ± 0.14 | 2.20 ± 0.28 | 1.60x ± 0.14 | 2.70 ± 0.28 |",
         "| n:6 | 3.00x | 4.00 | – | – | – | – |",  # no average over some of the sets
     ]
-    assert "tau = 1 + accepted drafts a round: it counts the target's own token" in text
+    assert "tau = 1 + accepted drafts per round: it includes the target's own token" in text
     assert "±: standard deviation over checkpoints and seeds." in text
     assert text.endswith("A note.\n")
 
@@ -236,10 +236,10 @@ def test_new_tokens_are_told_where_methods_wrote_different_numbers():
         row("m:3", "b", 2.0, 3.0, temperature=1.0, checkpoint="x", num_new_tokens=2000),
         *(row(method, "a", 1.0, None) for method in ("target-only", "m:3")),
     ]
-    notes = ["New tokens of a run, non-thinking, temperature 1: target-only 2,010, m:3 2,009."]
+    notes = ["New tokens per run, non-thinking, temperature 1: target-only 2,010, m:3 2,009."]
     assert token_notes(rows) == notes
     assert notes[0] in to_markdown(rows, [])
-    assert "Above temperature 0 every method samples" in to_markdown(rows, [])
+    assert "Above temperature 0 each method samples" in to_markdown(rows, [])
     assert "samples" not in to_markdown(rows[-2:], [])
 
 
@@ -317,8 +317,8 @@ def test_what_a_run_lacks_is_noted():
     notes = run_notes(RESULTS | {"resumed": 7, "missing_sets": ["gsm8k", "mbpp"], "left_out": left_out})
     assert notes[1:] == [
         "7 calls were measured by an earlier run of the same command.",
-        "Sets that could not be had, and so were not gone on with: gsm8k, mbpp.",
-        "Prompts left out, in whole or from a later turn on, as longer than 100 tokens: 2 of s.",
+        "Skipped sets (not available): gsm8k, mbpp.",
+        "Prompts longer than 100 tokens, left out entirely or from a later turn on: 2 of s.",
     ]
 
 
@@ -465,11 +465,11 @@ def test_plot_refuses_by_name_and_writes_nothing(case, tmp_path, capsys):
         argv.insert(2, results_folder(tmp_path / "two", [fewer]))
         message = f"it has other prompts or lengths than {folder}"
     elif case == "no rows":
-        message = "nothing was answered"
+        message = "no prompt was answered by all methods"
     elif case == "foreign output":
         out.mkdir()
         (out / "thesis.txt").write_text("x")
-        message = "holds no benchmark"
+        message = "is not a benchmark's folder"
     else:
         out.write_text("x")
         message = "is a file"

@@ -1,10 +1,9 @@
-"""Is the confidence head right? Its estimates against what was accepted, on held-out prompts, at temperatures 0 and 1.
+"""Is the confidence head calibrated? Its estimates and the acceptance on held-out prompts at temperatures 0 and 1.
 
     python examples/tiny/evidence/calibration.py examples/tiny/drafter docs/results/heads  # calibration.json, .png
 
-All drafts of a block are verified (`verify_cost` 0), so that nothing is left out; a slot counts where it was reached,
-that is where all drafts before it were accepted. What stopping early would have been worth is counted on the same
-rounds, for several costs of one more verified token.
+All drafts of a block are verified (`verify_cost` 0); a slot counts if it was reached, that is if all drafts before it
+were accepted. The gain of verifying fewer drafts is computed on the same rounds, for several costs per verified token.
 """
 
 import argparse
@@ -28,11 +27,11 @@ from hyperdflash.generation_hyperdflash import num_worth_verifying
 TINY = Path(__file__).resolve().parents[1]
 PROMPTS = [TINY / "build" / "prompts" / "heldout" / f"{domain}.jsonl" for domain in ("code", "math", "chat")]
 NUM_BINS = 10
-COSTS = (0.03, 0.1, 0.2)  # of one more verified token, where a round without drafts takes 1
+COSTS = (0.03, 0.1, 0.2)  # of one more verified token, relative to a round without drafts
 
 
 def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int) -> list[tuple[list[float], int]]:
-    """Of every round, the estimates of its drafts and how many were accepted."""
+    """For each round, the estimates of its drafts and how many were accepted."""
     rounds, estimates = [], []
     column = int(temperature > 0)
     hook = drafter.confidence_head.register_forward_hook(
@@ -53,7 +52,7 @@ def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int)
 
 
 def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
-    """Rows of estimate and whether accepted, of every slot that was reached."""
+    """Rows (estimate, accepted) of all slots that were reached."""
     rows = [
         (estimate, slot < accepted)
         for block, accepted in rounds
@@ -63,7 +62,7 @@ def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
 
 
 def gains(rounds: list[tuple[list[float], int]], cost: float) -> dict[str, float]:
-    """Tokens a second with fewer drafts a round over those with all, where one more verified token costs `cost`.
+    """Tokens per second with fewer drafts per round, relative to all drafts, if one more verified token costs `cost`.
 
     `fixed` is the best number that is the same for all rounds, `confidence` stops by the estimates, and `known` at
     what will be accepted, which bounds the rest.
@@ -87,7 +86,7 @@ def gains(rounds: list[tuple[list[float], int]], cost: float) -> dict[str, float
 
 
 def bins_of(rows: np.ndarray) -> list[dict]:
-    """Slots by their estimate, in equal steps from 0 to 1."""
+    """Slots binned by their estimate, in equal steps from 0 to 1."""
     index = np.minimum((rows[:, 0] * NUM_BINS).astype(int), NUM_BINS - 1)
     return [
         {

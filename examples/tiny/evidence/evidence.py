@@ -1,7 +1,7 @@
-"""The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: none is typed by hand.
+"""Writes the tables of docs/evidence.md, docs/heads.md and README.md from docs/results; none is typed by hand.
 
     python examples/tiny/evidence/evidence.py              # writes the tables of the documents, and their pictures
-    python examples/tiny/evidence/evidence.py --check      # exit status 1 if a document says anything else
+    python examples/tiny/evidence/evidence.py --check      # exit status 1 if a document differs from the results
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
 `baselines.py`, `residual_paths.py`, `calibration.py`, `selector.py` and `first_slot.py`; `make tiny-baselines` and
@@ -77,7 +77,7 @@ def read_rows(group: str) -> list[dict]:
 
 
 def read_training() -> dict[str, dict]:
-    """Summaries of training runs by name, as `baselines.py` writes them; none before the first run has ended."""
+    """Summaries of training runs by name, as `baselines.py` writes them; empty before the first run has ended."""
     if not TRAINING_FILE.exists():
         return {}
     summaries = map(json.loads, TRAINING_FILE.read_text(encoding="utf-8").splitlines())
@@ -97,14 +97,14 @@ def means(rows: list[dict], name: str) -> list[float]:
 
 
 def figures(rows: list[dict], method: str, name: str, temperature: float) -> list[float]:
-    """A method's figure for each of its checkpoints; of `mtp:N`, of the better of the target's own module and the one
-    trained further."""
+    """A method's figure for each of its checkpoints; for `mtp:N`, that of the better module, the target's own or the
+    one trained further."""
     modules = [f"{method} (the target", f"{method} (mtp"] if method.startswith("mtp:") else [method]
     return max((means(rows_of(rows, module, temperature), name) for module in modules), key=fmean)
 
 
 def ratio(rows: list[dict], method: str, other: str, name: str, temperature: float) -> str:
-    """Of a method's figure to another's, seed by seed."""
+    """The ratio of two methods' figures, seed by seed."""
     ours, theirs = (figures(rows, which, name, temperature) for which in (method, other))
     theirs = theirs * len(ours) if len(theirs) == 1 else theirs
     return mean_and_deviation([a / b for a, b in zip(ours, theirs, strict=True)])
@@ -162,7 +162,7 @@ def claims() -> str:
 
 
 def rounds() -> str:
-    """Where the time of a round goes, temperature 0, mean over sets and seeds."""
+    """Where the time of a round goes at temperature 0, mean over sets and seeds."""
     rows = read_rows("headline")
     lines = []
     for method, label in {"target-only": "plain decoding", **METHODS}.items():
@@ -175,7 +175,7 @@ def rounds() -> str:
 
 
 def training() -> str:
-    """What each headline run was given."""
+    """Size and budget of each headline run."""
     lines = []
     for name, run in read_training().items():
         if name.rpartition("-")[0] not in HEADLINE:
@@ -191,9 +191,9 @@ def training() -> str:
 
 
 def ablations() -> str:
-    """tau of every ablation on the held-out prompts, its difference to the method itself, and the first positions.
+    """tau of every ablation on the held-out prompts, its difference to the base run, and the first positions.
 
-    Drafters of other block sizes draft more or fewer tokens, so that only their positions compare.
+    Drafters with other block sizes draft more or fewer tokens: only their acceptance by position is comparable.
     """
     rows, runs = read_rows("ablations"), read_training()
     by_name = {}
@@ -213,7 +213,7 @@ def ablations() -> str:
 
 
 def seeds() -> str:
-    """What three seeds of an ablation's budget make of tau."""
+    """tau of three seeds with the budget of an ablation."""
     rows = read_rows("seeds")
     lines = []
     for method, label in (("hyperdflash:6", "`base`"), ("dflash:6", "`dflash`")):
@@ -223,7 +223,7 @@ def seeds() -> str:
 
 
 def texts() -> str:
-    """tau of a drafter by the temperature of the text that it was trained on."""
+    """tau of a drafter, by the temperature of its training text."""
     rows = read_rows("texts")
     lines = []
     for checkpoint, label in TEXTS.items():
@@ -251,7 +251,7 @@ def reducers() -> str:
 
 
 def paths() -> str:
-    """How much the tiny target's residual paths differ (`residual_paths.py`)."""
+    """How much the residual paths of the tiny target differ (`residual_paths.py`)."""
     found = json.loads((RESULTS / "paths.json").read_text())
     others = [value for i, row in enumerate(found["cosine"]) for value in row[i + 1 :]]
     lines = [
@@ -282,7 +282,7 @@ def heads_claims() -> str:
 
 
 def calibration() -> str:
-    """The confidence head's error (`calibration.py`)."""
+    """The calibration error of the confidence head (`calibration.py`)."""
     found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
     names = ("calibration_error", "brier", "brier_of_mean")
     lines = [[t, f"{part['slots']:,}", *(f"{part[name]:.3f}" for name in names)] for t, part in found.items()]
@@ -292,7 +292,7 @@ def calibration() -> str:
 
 
 def stopping() -> str:
-    """What fewer drafts are worth where a verified token costs more (`calibration.py`)."""
+    """What it gains to verify fewer drafts if a verified token costs more (`calibration.py`)."""
     found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
     lines = []
     for temperature, part in found.items():
@@ -304,7 +304,7 @@ def stopping() -> str:
 
 
 def selector() -> str:
-    """What the best path of a block would gain (`selector.py`)."""
+    """What drafting the most likely path of a block would gain (`selector.py`)."""
     found = json.loads((RESULTS / "heads" / "selector.json").read_text())
     base = found["slot by slot"]
     lines = [[name, f"{tau:.3f}", f"{tau / base - 1:+.1%}"] for name, tau in found.items()]
@@ -330,7 +330,7 @@ def first_slot() -> str:
 
 
 def conditional(temperature: float) -> str:
-    """Of the drafts that are reached, how many are accepted, by domain."""
+    """The acceptance rate of the drafts that are reached, by domain."""
     rows = read_rows("heads")
     lines = []
     for name in dict.fromkeys(row["dataset"] for row in rows):
@@ -342,7 +342,7 @@ def conditional(temperature: float) -> str:
     return markdown_table(["", "method", *map(str, range(1, 7)), "tau"], lines)
 
 
-SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
+SHIPPED = {  # what examples/tiny contains -> method and checkpoint in the results
     "`drafter`": ("hyperdflash+markov+confidence:6", "markov-42/final"),
     "`drafter-paper`": ("hyperdflash:6", "hyperdflash-42/final"),
     "`target`'s own MTP module": ("mtp:6", None),
@@ -350,7 +350,7 @@ SHIPPED = {  # what lies in this folder -> method and checkpoint that were measu
 
 
 def tiny_pair() -> str:
-    """tau and speed-up of what is shipped."""
+    """tau and speed-up of the models in examples/tiny."""
     rows = read_rows("heads")
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
     lines = []
@@ -434,7 +434,7 @@ def draw_learning(group: str) -> None:
 
 
 def filled(document: str, text: str) -> str:
-    """The text of a document with its tables made anew. Raises `ValueError` where it has others than in `TABLES`."""
+    """The text of a document with new tables. Raises `ValueError` if its tables are not those of `TABLES`."""
     tables = TABLES[document]
     found = re.findall(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", text, flags=re.DOTALL)
     if sorted(found) != sorted(tables):
