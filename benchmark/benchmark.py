@@ -19,6 +19,7 @@ import json
 import math
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -74,7 +75,7 @@ class Plan:
     encoding: dict
     max_new_tokens: int
 
-    def cells(self):
+    def cells(self) -> Iterator[tuple[PromptSet, str, float, int]]:
         """(set, mode, temperature, seed), in the order of measuring."""
         for prompts in self.sets:
             for mode in self.modes:
@@ -127,6 +128,7 @@ class Benchmark:
     def converse(self, cell: dict, prompt: Prompt) -> None:
         """Have all variants answer every turn of a prompt, in an order shuffled for this prompt."""
         messages, order = list(prompt.history), list(self.variants)
+        # The seed is the prompt, so that a resumed run keeps the order of the calls that are left
         random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
         for turn, text in enumerate(prompt.turns):
             messages.append({"role": "user", "content": text})
@@ -141,6 +143,7 @@ class Benchmark:
             self.now = question
             if cell["temperature"] == 0:
                 self.compare(ids, answers, question)
+            # Of one answer for all: with their own, sampled ones, methods would answer different questions
             messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
 
     def encode(self, messages: list[dict], mode: str) -> list[int]:
@@ -206,7 +209,7 @@ class Benchmark:
                         "checkpoint": variant.checkpoint,
                         **question,
                         "position": position - len(ids),
-                        "gap": gap if math.isfinite(gap) else None,
+                        "gap": gap if math.isfinite(gap) else None,  # JSON has no infinity
                         "explained": gap <= self.tie_gap,
                     }
                 )
@@ -265,6 +268,7 @@ def _named(question: dict) -> str:
 
 def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
     """The seed of one call: the same for all methods, and whatever was decoded before."""
+    # Not `hash`, which differs between processes
     digest = hashlib.sha256(json.dumps([seed, dataset, prompt, turn]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from ..common.checkpoint import (
     TargetCheckpoint,
     check_drafter_type,
@@ -81,7 +83,7 @@ class Variant:
     options: dict
 
     @property
-    def assistant(self):
+    def assistant(self) -> torch.nn.Module | None:
         return self.options.get("assistant_model")
 
     @property
@@ -149,7 +151,7 @@ def _resolved(checkpoint: str) -> str:
 def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
     """A short name for each: as many of the last parts of its path as are needed to tell them apart."""
     parts = {c: Path(_resolved(c)).parts for c in checkpoints}
-    depth = 1
+    depth = 1  # of the end of the path; runs/a/final and runs/b/final need two parts
     while depth < max(map(len, parts.values()), default=1):
         if len({p[-depth:] for p in parts.values()}) == len(set(parts.values())):
             break
@@ -272,11 +274,12 @@ def content_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def load_variants(methods: list[Method], target, dtype: str) -> list[Variant]:
+def load_variants(methods: list[Method], target: torch.nn.Module, dtype: str) -> list[Variant]:
     """What is measured, in order, with the methods of `find_checkpoints`. What several of them name is loaded once.
 
     Raises `ValueError` and `OSError` as `load_drafter` and `load_mtp` do.
     """
+    # One MTP module serves several `mtp:N`: it is loaded with the most drafts that any of them needs
     most = max((method.num_drafts for method in methods if method.name == MTP), default=0)
     loaded, variants = {}, []
     for method in methods:
@@ -299,7 +302,7 @@ def _key(method: Method, checkpoint: Checkpoint) -> tuple:
     return method.name == MTP, method.name.endswith(CONFIDENCE), _resolved(checkpoint.name), checkpoint.revision
 
 
-def _options(method: Method, assistant) -> dict:
+def _options(method: Method, assistant: torch.nn.Module | None) -> dict:
     if method.name == TARGET_ONLY:
         return {}
     if method.name == PROMPT_LOOKUP:

@@ -246,5 +246,6 @@ def _finish(figure) -> bytes:
             fontsize="small",
         )
     out = io.BytesIO()
+    # Without matplotlib's version in the file, the same results give the same bytes
     figure.savefig(out, format="png", metadata={"Software": None})
     return out.getvalue()

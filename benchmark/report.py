@@ -12,6 +12,7 @@ import io
 import json
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def _speed(group: list[dict], plain: list[dict]) -> dict:
     tokens, seconds = _sums(group, "num_timed_tokens", "decoding_seconds")
     plain_tokens, plain_seconds = _sums(plain, "num_timed_tokens", "decoding_seconds")
     parts = _step(group)
+    # Drafting from the prompt runs no forward that could be timed
     told = parts | ({"draft": None} if _is_lookup(group[0]) else {})
     speedup = _ratio(tokens * plain_seconds, seconds * plain_tokens)
     attainable = _attainable(group, plain)
@@ -134,6 +136,7 @@ def _attainable(group: list[dict], plain: list[dict]) -> float | None:
 
 def _speedup_interval(group: list[dict], plain: list[dict]) -> list[float] | None:
     names = ("num_timed_tokens", "decoding_seconds")
+    # Side by side, so that each draw takes the same prompts for both: what makes a prompt slow is slow for both
     sums = np.concatenate([_by_prompt(g, lambda r: [r[name] for name in names]) for g in (group, plain)], axis=1)
     return bootstrap(sums, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]))
 
@@ -146,7 +149,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _by_prompt(group: list[dict], values) -> np.ndarray:
+def _by_prompt(group: list[dict], values: Callable[[dict], list[float]]) -> np.ndarray:
     """Sums over the turns of each prompt, `(prompts, values)`, by the prompt's index."""
     sums = {}
     for record in group:
@@ -154,7 +157,7 @@ def _by_prompt(group: list[dict], values) -> np.ndarray:
     return np.stack([sums[prompt] for prompt in sorted(sums)])
 
 
-def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
+def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float] | None:
     """A 95% interval of `statistic` over resampled prompts; None for one prompt, and where it is never finite.
 
     Args:
@@ -164,6 +167,7 @@ def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
     if len(sums) < 2:
         return None
     drawn = np.random.default_rng(0).integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
+    # A draw without any round, or without a timed token, divides by zero; such draws are left out
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(sums[drawn].sum(1))
     values = values[np.isfinite(values)]

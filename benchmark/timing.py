@@ -12,9 +12,11 @@ On accelerators every clock reading waits for the queued work, so that it is the
 """
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
 from ..generation.decoding import accelerators, time_at_rest
 from ..generation_hyperdflash import SpeculativeStats, num_leading
@@ -36,8 +38,9 @@ class Clock:
         crop_s (`float`): time in `crop`, within `timing_crop`.
     """
 
-    def __init__(self, target, drafter=None):
+    def __init__(self, target: nn.Module, drafter: nn.Module | None = None):
         self.target, self.drafter = target, drafter
+        # A drafter calls the target's embedding and LM head outside the target's forward: that is drafting time
         self._around_draft = [target.get_input_embeddings(), target.get_output_embeddings()]
         if drafter is not None:
             self._around_draft += [module for name, module in drafter.named_children() if name == "markov_head"]
@@ -51,7 +54,7 @@ class Clock:
         self._starts, self._in_target, self._inside_s, self._last_end = {}, False, 0.0, None
 
     @contextmanager
-    def running(self):
+    def running(self) -> Iterator["Clock"]:
         """Keep hooks on the modules within a `with`."""
         modules = [self.target, *([] if self.drafter is None else [self.drafter]), *self._around_draft]
         handles = [
@@ -69,7 +72,7 @@ class Clock:
                 handle.remove()
 
     @contextmanager
-    def timing_crop(self):
+    def timing_crop(self) -> Iterator[None]:
         """Time every layer's `crop`; apart from `running`'s figures, which the extra clock readings would add to."""
         crop = RewindableSlidingLayer.crop
 
@@ -84,20 +87,20 @@ class Clock:
         finally:
             RewindableSlidingLayer.crop = crop
 
-    def _enter(self, module, args):
+    def _enter(self, module: nn.Module, args: tuple) -> None:
         # Within the target's forward its embedding and head are part of its time, and waiting would add to it
         if not self._in_target:
             self._starts[module] = time_at_rest(self._devices)
             self._in_target = module is self.target
 
-    def _leave(self, module, args, output):
+    def _leave(self, module: nn.Module, args: tuple, output) -> None:
         if self._in_target and module is not self.target:
             return
         end = time_at_rest(self._devices)
         seconds = end - self._starts[module]
         if module is self.target:
             self._in_target = False
-            if self._last_end is not None:
+            if self._last_end is not None:  # the first forward is the prefill
                 self.step_s.append(end - self._last_end)
                 self.verify_s.append(seconds)
                 self.draft_s.append(self._inside_s)
@@ -112,7 +115,7 @@ class Clock:
 class Timestamps:
     """A streamer that notes when the first tokens and the end came, and passes the tokens to `on_tokens`."""
 
-    def __init__(self, on_tokens=None):
+    def __init__(self, on_tokens: Callable[[list[int]], None] | None = None):
         self.on_tokens = on_tokens
         self.is_prompt = True
         self.first = self.last = None
@@ -141,7 +144,7 @@ class LookupRounds:
     own loop, the prefill is not a round, and drafts beyond the length limit do not count.
     """
 
-    def __init__(self, target, max_new_tokens: int):
+    def __init__(self, target: nn.Module, max_new_tokens: int):
         self.target, self.room = target, max_new_tokens
         self.stats, self._drafts = SpeculativeStats(), None
 
@@ -157,7 +160,7 @@ class LookupRounds:
         self._drafts = [] if is_prefill else kwargs["input_ids"][0, 1:].tolist()
 
     def on_tokens(self, new_ids: list[int]) -> None:
-        drafts = self._drafts[: self.room - 1]
+        drafts = self._drafts[: self.room - 1]  # the target's own token takes the last place
         self.room -= len(new_ids)
         if drafts:
             agree = [a == b for a, b in zip(new_ids, drafts, strict=False)]
@@ -165,7 +168,9 @@ class LookupRounds:
             self.stats.num_accepted.append(num_leading(agree))
 
 
-def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int) -> dict:
+def timed_call(
+    target: nn.Module, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int
+) -> dict:
     """One `generate` call of a batch of one, with the `options` of a method (`methods.py`).
 
     Returns its figures under the names of a record. `decoding_seconds` are those from the first token to the end, and

@@ -114,6 +114,7 @@ def is_untrained(layer: nn.Module, config) -> bool:
             return False
         if isinstance(module, nn.Linear):
             weight = module.weight.detach().float()
+            # Four standard errors of a standard deviation, at least 2%
             tolerance = max(0.02, 4 / (2 * weight.numel()) ** 0.5)
             if abs(float(weight.std()) / config.initializer_range - 1) > tolerance:
                 return False
@@ -186,6 +187,7 @@ def check_two_paths(pair: Pair) -> Finding:
         drafted = pair.model.draft(request)
         difference = float((drafted.float() - trained[i]).abs().max())
         worst, where, start = max((worst, where), (difference, anchor)) + (anchor,)
+    # The LM head runs in the target's dtype, the drafter in fp32
     rounding = (1e-3 if lm_head.dtype == torch.float32 else 0.05) * float(trained.abs().max())
     if not worst <= rounding:
         text = f"decoding's block has other logits than training's, by up to {worst:.3g} (at position {where})"
@@ -280,7 +282,7 @@ def predicted_rounds(pair: Pair) -> SpeculativeStats:
         while i < len(right):
             rounds.append(right[i])
             i += right[i] + 1
-        rounds = rounds[:-1] or rounds
+        rounds = rounds[:-1] or rounds  # without the last one, as in `decoded_rounds`
         stats.extend(SpeculativeStats([num_slots] * len(rounds), rounds))
     return stats
 

@@ -25,7 +25,7 @@ from ..common.console import progress_is_hidden
 from ..generation.decoding import timed_greedy
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..target_hyperdflash import ResidualTap
-from ..training.blocks import attention_masks, make_blocks, previous_ids
+from ..training.blocks import Blocks, attention_masks, make_blocks, previous_ids
 from ..training.init import spread_layers
 from ..training.losses import drafter_loss
 from ..training.target import TargetHead
@@ -146,6 +146,7 @@ class Pair:
         """Target layers that any trial reads."""
         near = {i + shift for i in self.config.target_layer_ids for shift in (-1, 0, 1)}
         if self.config.reducer == "fc":
+            # A confused fc drafter may have read any of these
             near |= {self.last, *spread_layers(self.last + 1, self.config.hc_mult)}
         return sorted(i for i in near if 0 <= i <= self.last)
 
@@ -158,7 +159,17 @@ class Pair:
         return self.measure(self.own)
 
     @torch.no_grad()
-    def hidden(self, text: Text, anchors, *, model=None, state=None, offset=0, mask=None, output=None):
+    def hidden(
+        self,
+        text: Text,
+        anchors: torch.LongTensor,
+        *,
+        model: HyperDFlashModel | None = None,
+        state: Callable[[dict[int, torch.Tensor]], torch.Tensor] | None = None,
+        offset: int = 0,
+        mask: int | None = None,
+        output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, Blocks]:
         """The drafter's output `(A, K, D)` at anchors `(1, A)`, and its blocks, computed as in training.
 
         Args:
@@ -172,8 +183,8 @@ class Pair:
         config = model.config
         mask_id = self.config.mask_token_id if mask is None else mask
         blocks = make_blocks(text.ids, text.mask, anchors, block_size=config.block_size, mask_token_id=mask_id)
-        blocks.position_ids[:, T:] += offset
-        before = []
+        blocks.position_ids[:, T:] += offset  # the context keeps its own
+        before = []  # the input of the drafter's last norm, which its output does not tell
         handle = model.norm.register_forward_pre_hook(lambda module, args: before.append(args[0]))
         try:
             after = model(
@@ -187,7 +198,9 @@ class Pair:
         hidden = after if output is None else output(before[0], after)
         return hidden.view(-1, config.block_size, hidden.shape[-1]), blocks
 
-    def measure(self, texts: list[Text], *, lm_head: torch.Tensor | None = None, first_slot: int = 1, **options):
+    def measure(
+        self, texts: list[Text], *, lm_head: torch.Tensor | None = None, first_slot: int = 1, **options
+    ) -> Score:
         """The `Score` of all blocks; options as in `hidden`. `first_slot` predicts the token after the anchor."""
         rows = []
         lm_head = self.head.lm_head if lm_head is None else lm_head
@@ -215,10 +228,12 @@ class Pair:
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
             setattr(config, name, value)
+        # Made without weights, then given those of the drafter
         with torch.device("meta"):
             model = type(self.model)(config).eval()
         model.confidence_head = self.model.confidence_head  # may have been removed
         model.load_state_dict(self.model.state_dict(), assign=True)
+        # Its frequencies are a buffer that no state dict holds, so they are still on meta
         model.rotary_emb = Qwen3RotaryEmbedding(config).to(self.target.device)
         return model
 
@@ -236,6 +251,7 @@ class Pair:
 
     def compare(self, score: Score) -> dict:
         """The fields of a `Trial` that follow from its score."""
+        # With a later first slot there is one slot fewer
         S = min(score.correct.shape[1], self.configured.correct.shape[1])
         base = self.configured.accepted(S)
         gain, error = mean_and_error(score.accepted(S) - base)

@@ -849,7 +849,7 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
     [
         (
             "dflash:3=a/final",
-            "not a drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its configuration has",
+            "not a drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its",
         ),
         (
             "hyperdflash:3=mean",
