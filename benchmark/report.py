@@ -17,8 +17,10 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ..common.files import write_atomically
+from ..generation.decoding import TIE_GAPS
 from ..generation_hyperdflash import SpeculativeStats
 from .methods import PROMPT_LOOKUP, TARGET_ONLY
 from .records import GROUP, KEY
@@ -399,10 +401,10 @@ def lossless_line(results: dict) -> str:
             f"Lossless check FAILED: {number} differ from target-only's, {others} of them by more than rounding in "
             f"{dtype} explains: there the logits of the two tokens are {gap} apart."
         )
-    elif dtype == "float32":
+    elif dtype == "float32" or max(gaps) <= TIE_GAPS[torch.float32]:
         text = (
-            f"Lossless check passed: {number} differ from target-only's, all where the logits of the two tokens are "
-            f"{gap} apart: ties, which rounding decides."
+            f"Lossless check passed: {number} differ from target-only's, all at ties, which rounding decides: the logits "
+            f"of the two tokens are {gap} apart."
         )
     else:  # these gaps are more than ties, and a small fault could hide behind them
         text = (
