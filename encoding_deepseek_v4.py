@@ -172,7 +172,8 @@ def _spans(messages, mode, effort, generation, add_generation_prompt) -> list[tu
     return [span for span in spans if span[0]]
 
 
-def _check(messages, mode, effort, generation) -> None:
+def check_options(mode: str, effort: str | None, generation: str) -> None:
+    """Raises `ValueError` for a mode, effort or generation that the encoding does not have."""
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; the DeepSeek-V4 encoding has {', '.join(MODES)}")
     if generation not in tuple(EFFORT_INSTRUCTIONS):  # a tuple compares, where a dict would have to hash a list
@@ -181,6 +182,10 @@ def _check(messages, mode, effort, generation) -> None:
     if effort not in tuple(EFFORT_INSTRUCTIONS[generation]):
         accepted = ", ".join(map(str, EFFORT_INSTRUCTIONS[generation]))
         raise ValueError(f"unknown effort {effort!r}; generation {generation} has {accepted}")
+
+
+def _check(messages, mode, effort, generation) -> None:
+    check_options(mode, effort, generation)
     if not messages:
         raise ValueError("the list of messages is empty")
     for i, message in enumerate(messages):

@@ -3,14 +3,14 @@
     hyperdflash benchmark examples/tiny/target --methods mtp:3 hyperdflash:6=examples/tiny/drafter-paper \\
         --prompts prompts.jsonl --num-prompts 10 --max-new-tokens 128 --dtype float32 --threads 1 --output runs/bench
 
-Every method answers a prompt before the next prompt comes, in an order that is shuffled for each, so that a machine
-that becomes slower does so for all. Before the first prompt of a temperature comes one warm-up call each. Plain
-decoding (`target-only`) is always measured; later turns follow its answers for all methods, and at temperature 0 every
-other answer is compared with its own.
+All methods answer a prompt before the next prompt is asked, in an order shuffled for each prompt, so that a machine
+that slows down does so for all of them. Each method has one warm-up call per temperature. Plain decoding
+(`target-only`) is always measured: later turns of a chat follow its answers for all methods, and at temperature 0 all
+other answers are compared with its own.
 
-Each call is a line of `records.jsonl` when it ends, and the same command on the same machine goes on behind the last
-line. If code that measures has changed in between, it says so, and so do the results. Out come `results.json`,
-`results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
+Each call is written to `records.jsonl` when it ends, and the same command on the same machine resumes after the last
+one. If code that affects the figures has changed in between, the command and the results say so. It writes
+`results.json`, `results.csv`, `table.md`, `acceptance.png`, `speedup.png` and `command.txt`.
 """
 
 import argparse
@@ -19,17 +19,19 @@ import json
 import math
 import random
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from ..common.checkpoint import TargetCheckpoint, load_target
+from ..common.checkpoint import TargetCheckpoint, encoding_mismatch, load_target
 from ..common.console import UsageError, check_positive, progress_is_hidden
 from ..common.files import write_atomically
-from ..encoding_deepseek_v4 import encode_messages, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import check_options, encode_with_mask, to_message
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.trace import write_trace
 from ..generation.trace_recorder import RoundRecorder, Trace
@@ -37,14 +39,13 @@ from .environment import command_text, environment, run_settings
 from .methods import (
     PROMPT_LOOKUP,
     TARGET_ONLY,
-    Arm,
     Method,
-    check_methods,
-    load_arms,
+    Variant,
+    find_checkpoints,
+    load_variants,
     parse_methods,
-    place,
 )
-from .plot import check_pictures, draw_pictures
+from .plot import NOTHING_TO_DRAW, check_pictures, draw_pictures
 from .prompt_sets import Prompt, PromptSet, check_names, fetch, read_file
 from .records import KEY, Records
 from .report import COMMAND_FILE, definitions, make_rows, make_tables, run_notes, token_notes, write_report
@@ -60,10 +61,10 @@ class Plan:
     """What is decoded with every method.
 
     Attributes:
-        sets (`list[PromptSet]`): with the prompts chosen.
-        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding with the first seed only.
+        sets (`list[PromptSet]`): the prompts, already selected.
+        modes, temperatures, seeds (`list`): all combinations are decoded; greedy decoding uses the first seed only.
         encoding (`dict`): `effort` and `generation` of `encode_with_mask`.
-        max_new_tokens (`int`): of an answer.
+        max_new_tokens (`int`): limit of each answer.
     """
 
     sets: list[PromptSet]
@@ -73,7 +74,7 @@ class Plan:
     encoding: dict
     max_new_tokens: int
 
-    def cells(self):
+    def cells(self) -> Iterator[tuple[PromptSet, str, float, int]]:
         """(set, mode, temperature, seed), in the order of measuring."""
         for prompts in self.sets:
             for mode in self.modes:
@@ -83,16 +84,16 @@ class Plan:
 
     @property
     def num_turns(self) -> int:
-        """Turns to be answered by each arm, if no prompt is too long."""
+        """How many turns each variant answers if no prompt is too long."""
         return sum(len(prompt.turns) for prompts, *_ in self.cells() for prompt in prompts.prompts)
 
 
 @dataclass
 class Benchmark:
-    """Measures a plan with all arms.
+    """Measures a plan with all variants.
 
     Attributes:
-        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; those behind them go as well.
+        left_out (`list[dict]`): turns whose prompt leaves no room for `max_new_tokens`; later turns are not asked.
         differences (`list[dict]`): greedy answers that are not target-only's.
         num_compared (`int`): greedy answers that were compared.
         now (`dict`): what is being decoded or compared, by names of `records.KEY`.
@@ -100,7 +101,7 @@ class Benchmark:
 
     target: torch.nn.Module
     tokenizer: object
-    arms: list[Arm]
+    variants: list[Variant]
     plan: Plan
     records: Records
     left_out: list[dict] = field(default_factory=list)
@@ -111,8 +112,8 @@ class Benchmark:
     bar: tqdm | None = None
 
     def run(self) -> None:
-        """Measure what the records lack."""
-        total, hidden = self.plan.num_turns * len(self.arms), progress_is_hidden()
+        """Make every call that is not in the records yet."""
+        total, hidden = self.plan.num_turns * len(self.variants), progress_is_hidden()
         start = self.records.num_resumed
         with tqdm(
             total=total, initial=start, desc="Decoding", unit="call", disable=hidden, smoothing=0.05
@@ -124,8 +125,9 @@ class Benchmark:
                     self.converse(cell, prompt)
 
     def converse(self, cell: dict, prompt: Prompt) -> None:
-        """Have every turn of a prompt answered by all arms, in an order of its own."""
-        messages, order = list(prompt.history), list(self.arms)
+        """Have all variants answer every turn of a prompt, in an order shuffled for this prompt."""
+        messages, order = list(prompt.history), list(self.variants)
+        # The seed is the prompt, so that a resumed run keeps the order of the calls that are left
         random.Random(json.dumps([*cell.values(), prompt.index])).shuffle(order)
         for turn, text in enumerate(prompt.turns):
             messages.append({"role": "user", "content": text})
@@ -134,12 +136,13 @@ class Benchmark:
             self.now = question = {**cell, "prompt": prompt.index, "turn": turn}
             if len(ids) > self.max_prompt_tokens:
                 self.left_out.append({**question, "num_prompt_tokens": len(ids)})
-                self.bar.total -= (len(prompt.turns) - turn) * len(self.arms)
+                self.bar.total -= (len(prompt.turns) - turn) * len(self.variants)
                 return
-            answers = {arm.key: self.answer(arm, ids, question) for arm in order}
+            answers = {variant.key: self.answer(variant, ids, question) for variant in order}
             self.now = question
             if cell["temperature"] == 0:
                 self.compare(ids, answers, question)
+            # Of one answer for all: with their own, sampled ones, methods would answer different questions
             messages.append(to_message(answers[TARGET_ONLY, None], self.tokenizer, mode, self.eos_ids))
 
     def encode(self, messages: list[dict], mode: str) -> list[int]:
@@ -147,32 +150,33 @@ class Benchmark:
         options = {"mode": mode, **self.plan.encoding, "add_generation_prompt": True}
         return encode_with_mask(messages, self.tokenizer, **options)[0]
 
-    def answer(self, arm: Arm, ids: list[int], question: dict) -> list[int]:
+    def answer(self, variant: Variant, ids: list[int], question: dict) -> list[int]:
         """The ids of an answer: recorded before, or decoded and recorded now."""
-        self.now = names = {"method": arm.method, "checkpoint": arm.checkpoint, **question}
+        self.now = names = {"method": variant.method, "checkpoint": variant.checkpoint, **question}
         key = tuple(names[name] for name in KEY)
         if key not in self.records.done:
             self.warm_up(ids, question["temperature"])
             seed = call_seed(question["seed"], question["dataset"], question["prompt"], question["turn"])
-            figures = self.decode(arm, ids, self.plan.max_new_tokens, question["temperature"], seed)
+            figures = self.decode(variant, ids, self.plan.max_new_tokens, question["temperature"], seed)
             self.records.append({**names, **figures})
             self.bar.update()
-        return self.records.done[key].pop("new_ids")  # of what is in memory; the file keeps them
+        # Frees the memory; the file keeps them
+        return self.records.done[key].pop("new_ids")
 
     def warm_up(self, ids: list[int], temperature: float) -> None:
-        """One short call an arm, not recorded, before the first of a temperature that is."""
+        """One short call per variant and temperature, not recorded: the first call of a kind is slower."""
         if temperature not in self.warm:
             self.warm.add(temperature)
-            for arm in self.arms:
-                self.decode(arm, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
+            for variant in self.variants:
+                self.decode(variant, ids, min(WARM_UP_TOKENS, self.plan.max_new_tokens), temperature, 0)
 
-    def decode(self, arm: Arm, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
+    def decode(self, variant: Variant, ids: list[int], max_new_tokens: int, temperature: float, seed: int) -> dict:
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-        return timed_call(self.target, arm.options, ids, **options)
+        return timed_call(self.target, variant.options, ids, **options)
 
     def traces(self) -> list[Trace]:
-        """The rounds of every drafter on the first prompt of each cell, decoded again: recording costs time."""
-        traces, drafters = [], [arm for arm in self.arms if arm.assistant is not None]
+        """The rounds of every drafter on the first prompt of each cell, decoded again as recording takes time."""
+        traces, drafters = [], [variant for variant in self.variants if variant.assistant is not None]
         for prompts, mode, temperature, seed in tqdm(
             list(self.plan.cells()), desc="Tracing", unit="cell", disable=progress_is_hidden()
         ):
@@ -181,28 +185,30 @@ class Benchmark:
             ids = self.encode(messages, mode)
             if len(ids) > self.max_prompt_tokens:
                 continue
-            for arm in drafters:
-                with RoundRecorder(self.target, arm.assistant, self.tokenizer) as recorder:
+            for variant in drafters:
+                with RoundRecorder(self.target, variant.assistant, self.tokenizer) as recorder:
                     of_call = call_seed(seed, prompts.name, prompt.index, 0)
-                    self.decode(arm, ids, self.plan.max_new_tokens, temperature, of_call)
-                name = f"{arm.method}, {arm.checkpoint}" if arm.checkpoint else arm.method
+                    self.decode(variant, ids, self.plan.max_new_tokens, temperature, of_call)
+                name = f"{variant.method}, {variant.checkpoint}" if variant.checkpoint else variant.method
                 traces.append(recorder.trace(f"{name}: {prompts.name}, {mode}, temperature {temperature:g}"))
         return traces
 
     def compare(self, ids: list[int], answers: dict[tuple, list[int]], question: dict) -> None:
-        """Note where greedy answers part from target-only's, and whether a tie explains it."""
-        plain, *others = [torch.tensor([ids + answers[arm.key]], device=self.target.device) for arm in self.arms]
+        """Note where greedy answers first differ from target-only's, and whether rounding explains it."""
+        plain, *others = [
+            torch.tensor([ids + answers[variant.key]], device=self.target.device) for variant in self.variants
+        ]
         self.num_compared += len(others)
-        for arm, other in zip(self.arms[1:], others, strict=True):
+        for variant, other in zip(self.variants[1:], others, strict=True):
             if (difference := first_difference(self.target, plain, other)) is not None:
                 position, gap = difference
                 self.differences.append(
                     {
-                        "method": arm.method,
-                        "checkpoint": arm.checkpoint,
+                        "method": variant.method,
+                        "checkpoint": variant.checkpoint,
                         **question,
                         "position": position - len(ids),
-                        "gap": gap if math.isfinite(gap) else None,
+                        "gap": gap if math.isfinite(gap) else None,  # JSON has no infinity
                         "explained": gap <= self.tie_gap,
                     }
                 )
@@ -221,11 +227,11 @@ class Benchmark:
         return set(eos if isinstance(eos, list) else [eos])
 
     def results(self, *, complete: bool) -> dict:
-        """What `results.json` holds, less the environment."""
+        """The content of `results.json` without the environment."""
         num_ties = sum(difference["explained"] for difference in self.differences)
-        arms = [arm.key for arm in self.arms]  # in their order, not the shuffled one of the calls
-        records = sorted(self.records.done.values(), key=lambda r: arms.index((r["method"], r["checkpoint"])))
-        rows = make_rows(records, self.differences, len(arms))
+        variants = [variant.key for variant in self.variants]  # in their order, not the shuffled one of the calls
+        records = sorted(self.records.done.values(), key=lambda r: variants.index((r["method"], r["checkpoint"])))
+        rows = make_rows(records, self.differences, len(variants))
         return {
             "definitions": definitions(rows),
             "complete": complete,
@@ -244,7 +250,7 @@ class Benchmark:
         }
 
     def empty_sets(self) -> list[str]:
-        """Sets and modes of which no prompt was short enough."""
+        """Sets and modes without a prompt that is short enough."""
         empty = {}
         for prompts, mode, *_ in self.plan.cells():
             out = {
@@ -261,6 +267,7 @@ def _named(question: dict) -> str:
 
 def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
     """The seed of one call: the same for all methods, and whatever was decoded before."""
+    # Not `hash`, which differs between processes
     digest = hashlib.sha256(json.dumps([seed, dataset, prompt, turn]).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -269,46 +276,52 @@ def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 1 when an answer differs without a tie, a set could not be had, or none of its prompts
-    was short enough; else 0."""
+    """Run the command; returns 1 when an answer differs by more than rounding explains, a set could not be downloaded,
+    or all its prompts were too long; else 0."""
     methods = _check(args)
     if args.threads:
         torch.set_num_threads(args.threads)
     sets, missing = _prompt_sets(args)
     checkpoint = TargetCheckpoint(args.target, args.target_revision)
-    check_methods(methods, checkpoint)
+    methods = find_checkpoints(methods, checkpoint)
     records = Records(args.output, run_settings(args, methods, sets, checkpoint))
     records.check()
     if not sets:
-        raise OSError("no set is left to measure")
-    target, tokenizer = load_target(*place(checkpoint), args.dtype, args.device_map)
-    arms = load_arms(methods, target, checkpoint, args.dtype)
-    _warn_of_encoding(arms, args.generation)
+        raise OSError("there is no prompt set to measure")
+    target, tokenizer = load_target(*_loadable(checkpoint), args.dtype, args.device_map)
+    variants = load_variants(methods, target, args.dtype)
+    _warn_of_encoding(variants, args.modes, args.generation)
     encoding = {"effort": args.effort, "generation": args.generation}
     plan = Plan(sets, args.modes, args.temperatures, args.seeds, encoding, args.max_new_tokens)
     with records:
         if records.changed_files:
             _warn_of_code(records)
         write_atomically(args.output / COMMAND_FILE, (command_text(args) + "\n").encode())
-        benchmark = Benchmark(target, tokenizer, arms, plan, records)
+        benchmark = Benchmark(target, tokenizer, variants, plan, records)
         facts = {"environment": environment(args, target, records.settings), "missing_sets": missing}
         try:
             benchmark.run()
-        except BaseException:  # Ctrl-C, out of memory: whatever it is goes on up
+        except BaseException:  # also Ctrl-C: report what there is, then raise it again
             where = _named(benchmark.now) or "the start"
-            print(f"hyperdflash benchmark: stopped at {where}; the same command goes on from there", file=sys.stderr)
+            print(f"hyperdflash benchmark: stopped at {where}; run the same command again to resume", file=sys.stderr)
             write_report(args.output, {**facts, **benchmark.results(complete=False)})
             raise
         results = {**facts, **benchmark.results(complete=True)}
         write_report(args.output, results)
-        draw_pictures(args.output, results["rows"])
+        if not draw_pictures(args.output, results["rows"]):
+            print(f"no pictures: {NOTHING_TO_DRAW}")
         if args.trace:
             write_trace(args.output / TRACE_FILE, benchmark.traces())
     return _conclude(args, benchmark, results)
 
 
+def _loadable(target: TargetCheckpoint) -> tuple[str, str | None]:
+    """Folder, or Hub id and commit."""
+    return (target.name, target.revision) if target.folder is None else (str(target.folder), None)
+
+
 def _check(args: argparse.Namespace) -> list[Method]:
-    """The methods. Raises `UsageError` for options that cannot be run as they were typed."""
+    """The methods of --methods. Raises `UsageError` for options that cannot be used as they are."""
     methods = parse_methods(args.methods)
     check_names(args.datasets, args.prompts)
     check_positive(args, "num_prompts", "max_new_tokens", "threads")
@@ -323,9 +336,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
         raise UsageError(f"--effort {args.effort} is for thinking mode: add --modes thinking")
     for mode in args.modes:
         try:
-            encode_messages(
-                [{"role": "user", "content": "?"}], mode=mode, effort=args.effort, generation=args.generation
-            )
+            check_options(mode, args.effort, args.generation)
         except ValueError as error:
             raise UsageError(str(error)) from error
     if args.trace and all(method.name in (TARGET_ONLY, PROMPT_LOOKUP) for method in methods):
@@ -335,7 +346,7 @@ def _check(args: argparse.Namespace) -> list[Method]:
 
 
 def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
-    """The sets with their prompts chosen, and the names of those that could not be had, which is said."""
+    """The sets with their prompts selected, and the names of those that could not be downloaded, with a warning."""
     sets, missing = [read_file(path) for path in args.prompts], []
     for dataset in args.datasets:
         try:
@@ -346,35 +357,39 @@ def _prompt_sets(args: argparse.Namespace) -> tuple[list[PromptSet], list[str]]:
     return [prompts.select(args.num_prompts) for prompts in sets], missing
 
 
-def _warn_of_encoding(arms: list[Arm], generation: str) -> None:
-    """Say which drafters were trained on texts of another chat encoding."""
-    for arm in arms:
-        trained = (getattr(getattr(arm.assistant, "config", None), "encoding", None) or {}).get("generation")
-        if trained not in (None, generation):
-            name = arm.checkpoint or arm.method
-            text = f"{name} was trained on generation {trained} of the chat encoding, and prompts are of {generation}"
-            print(f"hyperdflash benchmark: {text}: see --generation", file=sys.stderr)
+def _warn_of_encoding(variants: list[Variant], modes: list[str], generation: str) -> None:
+    """Warn of drafters trained on another mode or generation of the chat encoding."""
+    found = [
+        (
+            variant.checkpoint or variant.method,
+            encoding_mismatch(getattr(variant.assistant, "config", None), mode, generation),
+        )
+        for variant, mode in product(variants, modes)
+    ]
+    for name, text in dict.fromkeys(found):  # once for a checkpoint of several methods
+        if text is not None:
+            print(f"hyperdflash benchmark: warning: {name} {text}; it will accept less", file=sys.stderr)
 
 
 def _warn_of_code(records: Records) -> None:
-    """Say that the calls still to come are measured by other code than those there are."""
+    """Warn that the remaining calls are measured by other code than the recorded ones."""
     text = f"{', '.join(records.changed_files)} changed after the {records.num_resumed} calls in {records.folder}"
-    advice = "the results name the change; for figures of one code choose another --output"
+    advice = "the results name the change; choose another --output to measure everything with the same code"
     print(f"hyperdflash benchmark: {text} were measured: {advice}", file=sys.stderr)
 
 
 def _conclude(args: argparse.Namespace, benchmark: Benchmark, results: dict) -> int:
-    """Print the tables and what went wrong; the exit status."""
+    """Print the tables and what went wrong; returns the exit status."""
     _print_tables(results)
     for note in (*token_notes(results["rows"]), *run_notes(results)):
         print(note)
     for difference in benchmark.differences[:MOST_SHOWN]:
-        kind = "a tie" if difference["explained"] else "NOT a tie"
+        cause = f"{results['environment']['dtype']} rounding" if difference["explained"] else "NOT rounding"
         where, gap = _named(difference), difference["gap"]
-        print(f"  {where}: token {difference['position']}, the gap of the two tokens is {gap}: {kind}")
+        print(f"  {where}: token {difference['position']}, logits of the two tokens {gap} apart: {cause}")
     empty = benchmark.empty_sets()
     for name in empty:
-        print(f"hyperdflash benchmark: no prompt of {name} is short enough", file=sys.stderr)
+        print(f"hyperdflash benchmark: all prompts of {name} are too long", file=sys.stderr)
     print(f"results: {args.output}")
     return int(bool(results["lossless"]["num_unexplained"] or empty or results["missing_sets"]))
 

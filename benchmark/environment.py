@@ -1,4 +1,4 @@
-"""What a benchmark ran on and with: the settings that its records depend on, machine, versions, and the command."""
+"""The conditions of a benchmark: the settings that its records depend on, machine, versions and command."""
 
 import argparse
 import ast
@@ -15,22 +15,19 @@ import torch
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
 from ..generation.decoding import accelerators
 from ..pairing_hyperdflash import target_fingerprint
-from .methods import (
-    Method,
-    identify,
-)
+from .methods import Method
 from .prompt_sets import PromptSet
 
 SOURCES = Path(__file__).resolve().parents[1]
 
 
-# The assistants and how calls are timed: beside the closure, what figures depend on.
+# Besides the closure, the code that figures depend on: the assistants and how calls are timed.
 MEASURING = ("benchmark/methods.py", "benchmark/timing.py", "generation/decoding.py", "generation/mtp.py")
 CPU_INFO = Path("/proc/cpuinfo")
 
 
 def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: TargetCheckpoint) -> dict:
-    """Everything that a record depends on."""
+    """Everything that a record depends on: a run is only resumed with the same."""
     tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
@@ -41,7 +38,7 @@ def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint:
         "target_revision": checkpoint.revision,
         "target_files": _folder_files(checkpoint),
         "target_fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
-        "methods": {method.label: identify(method, checkpoint) for method in methods},
+        "methods": {method.label: [c.identity for c in method.checkpoints] for method in methods},
         "datasets": digests | {prompts.name: prompts.digest() for prompts in sets},
         **{name: getattr(args, name) for name in (*names, "device_map")},
         "dtype": dtype,
@@ -53,8 +50,8 @@ def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint:
 
 
 def _measuring_code() -> dict[str, str]:
-    """A digest of each file that figures depend on: loop, model, cache, assistants and clock. Comments and docstrings
-    measure nothing, and neither do commands and reports."""
+    """A digest of each file that figures depend on: loop, model, cache, assistants and clock. Comments, docstrings,
+    commands and reports do not count."""
     closure = sorted(SOURCES.glob("*_hyperdflash.py"))
     files = [*closure, SOURCES / "encoding_deepseek_v4.py", *(SOURCES / name for name in MEASURING)]
     digests = {}
@@ -69,7 +66,7 @@ def _measuring_code() -> dict[str, str]:
 
 
 def _folder_files(checkpoint: TargetCheckpoint) -> list | None:
-    """Names, sizes and times of a folder's shards, which have no revision; too large to be hashed at every start."""
+    """Names, sizes and times of a folder's shards: it has no revision, and they are too large to hash every time."""
     if checkpoint.folder is None:
         return None
     stats = ((name, (checkpoint.folder / name).stat()) for name in sorted(set(checkpoint.files.values())))
@@ -82,7 +79,7 @@ def _versions() -> dict[str, str]:
 
 
 def _device_name(device: torch.device) -> str:
-    """The model of a GPU, else of the processor where the system tells it."""
+    """The model of a GPU, else of the processor if the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
@@ -104,7 +101,7 @@ def environment(args: argparse.Namespace, target, settings: dict) -> dict:
 
 
 def command_text(args: argparse.Namespace) -> str:
-    """The command as it would be typed, defaults included."""
+    """The command line, defaults included."""
     words = ["hyperdflash", "benchmark", args.target]
     for name, value in vars(args).items():
         if name not in ("command", "run", "target") and value not in (None, [], False):

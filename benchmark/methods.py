@@ -2,20 +2,22 @@
 
     target-only                          plain decoding, always measured
     prompt-lookup:6                      transformers' own, drafting from the prompt
-    mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native module, the target's own or another one
+    mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native MTP module, the target's own or another one
     hyperdflash:6=A,B,C  dflash:6=D      a drafter; A, B and C are the same method trained with several seeds
     hyperdflash+markov:6=A               one with heads: also mean+markov, dspark-like (tapped layers)
-    hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above leaves out
+    hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above does not use
 
-N is the number of drafts a round. A checkpoint is a folder or Hub id; `id@revision` pins one.
+N is the number of drafts per round. A checkpoint is a folder or Hub id; `id@revision` pins one.
 """
 
 import hashlib
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from ..common.checkpoint import (
     TargetCheckpoint,
@@ -31,7 +33,7 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..generation.mtp import PREFIX, check_mtp_names, load_mtp
 from ..pairing_hyperdflash import check_shapes
 
-CONFIDENCE = "+confidence"  # without it, a confidence head is left out
+CONFIDENCE = "+confidence"  # in a method's name; without it, a confidence head is not used
 # What a drafter's configuration says when it is of the method.
 _HIDDEN, _PATHS = {"context_source": "hidden_layers"}, {"context_source": "pre_hc_head"}
 _MARKOV = {"draft_head": "markov"}
@@ -55,24 +57,25 @@ class Method:
     """One line of a table.
 
     Attributes:
-        label (`str`): `name:N`; with its checkpoints in brackets where the same `name:N` was asked for more than once.
-        name (`str`), num_drafts (`int`): the two parts of it; 0 drafts for plain decoding.
+        label (`str`): `name:N`, with its checkpoints in brackets if the same `name:N` is given more than once.
+        name (`str`), num_drafts (`int`): the parts of `name:N`; 0 drafts for plain decoding.
         checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own MTP module.
+            `find_checkpoints` puts a `Checkpoint` in the place of each, and of the target's own MTP module.
     """
 
     label: str
     name: str
     num_drafts: int = 0
-    checkpoints: tuple[str, ...] = ()
+    checkpoints: tuple = ()
 
 
 @dataclass
-class Arm:
+class Variant:
     """One thing measured: a method with one of its checkpoints.
 
     Attributes:
-        method, checkpoint (`str`): labels in the results; the checkpoint's is None where there is none to choose.
-        options (`dict`): what `generate` is given.
+        method, checkpoint (`str`): labels in the results; the checkpoint's is None for methods without one.
+        options (`dict`): keyword arguments of `generate`.
     """
 
     method: str
@@ -80,7 +83,7 @@ class Arm:
     options: dict
 
     @property
-    def assistant(self):
+    def assistant(self) -> torch.nn.Module | None:
         return self.options.get("assistant_model")
 
     @property
@@ -92,9 +95,9 @@ class Arm:
 
 
 def parse_methods(texts: list[str]) -> list[Method]:
-    """The methods in order, plain decoding first whether it was named or not.
+    """The methods in order, always with plain decoding first.
 
-    Raises `UsageError` that names what cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
+    Raises `UsageError` that names a method that cannot be parsed, is unknown, lacks a checkpoint, or is given twice.
     """
     parsed = [_parse(text) for text in texts]
     places = [(name, number, tuple(map(_resolved, checkpoints))) for name, number, checkpoints in parsed]
@@ -129,9 +132,9 @@ def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
             raise UsageError(f"--methods {text}: {TARGET_ONLY} takes neither a number nor a checkpoint")
         return name, None, ()
     if number is None or not number.isdecimal() or int(number) < 1:
-        raise UsageError(f"--methods {text}: say how many drafts a round, as in {name}:6")
+        raise UsageError(f"--methods {text}: give the number of drafts per round, as in {name}:6")
     if not all(checkpoints):
-        raise UsageError(f"--methods {text}: a checkpoint behind '=' or ',' is empty")
+        raise UsageError(f"--methods {text}: a checkpoint after '=' or ',' is empty")
     if name in DRAFTERS and not checkpoints:
         raise UsageError(f"--methods {text}: {name} needs a drafter, as in {name}:{number}=FOLDER")
     if name == PROMPT_LOOKUP and checkpoints:
@@ -140,15 +143,15 @@ def _parse(text: str) -> tuple[str, int | None, tuple[str, ...]]:
 
 
 def _resolved(checkpoint: str) -> str:
-    """The same for a folder however it was typed; a Hub id as it is."""
+    """The absolute path of a folder, so that two spellings are recognised; a Hub id unchanged."""
     folder = Path(checkpoint).expanduser()
     return str(folder.resolve()) if folder.is_dir() else checkpoint
 
 
 def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
-    """A short name for each: the last parts of its path, as many as tell all of them apart."""
+    """A short name for each: as many of the last parts of its path as are needed to tell them apart."""
     parts = {c: Path(_resolved(c)).parts for c in checkpoints}
-    depth = 1
+    depth = 1  # of the end of the path; runs/a/final and runs/b/final need two parts
     while depth < max(map(len, parts.values()), default=1):
         if len({p[-depth:] for p in parts.values()}) == len(set(parts.values())):
             break
@@ -159,38 +162,86 @@ def checkpoint_labels(checkpoints: list[str]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def place(target: TargetCheckpoint) -> tuple[str, str | None]:
-    """Folder, or Hub id and commit."""
-    return (target.name, target.revision) if target.folder is None else (str(target.folder), None)
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint of `--methods`, found once; its weights are loaded later.
 
-
-def split_revision(checkpoint: str) -> tuple[str, str | None]:
-    """Hub id and revision of `id@revision`; a folder is a folder."""
-    if Path(checkpoint).expanduser().is_dir():
-        return str(Path(checkpoint).expanduser()), None
-    name, _, revision = checkpoint.partition("@")
-    return name, revision or None
-
-
-def check_methods(methods: list[Method], target: TargetCheckpoint) -> None:
-    """Read every drafter's configuration, and which tensors an MTP checkpoint has; no weights.
-
-    Raises `ValueError` for a drafter that is of another method, drafts fewer tokens a round, or was made for a target
-    of other shapes, and for no MTP module; `OSError` for no checkpoint at all.
+    Attributes:
+        label (`str`, *optional*): what the results call it; None for the target's own MTP module.
+        name (`str`), revision (`str`, *optional*): a folder and None, or a Hub id and its commit.
+        config (`HyperDFlashConfig`, *optional*): a drafter's; None for an MTP module.
+        folder (`Path`, *optional*): with the files of a local drafter, or those of any MTP module.
+        files (`tuple[Path]`): what the results of a local one depend on.
     """
+
+    label: str | None
+    name: str
+    revision: str | None
+    config: HyperDFlashConfig | None = None
+    folder: Path | None = None
+    files: tuple[Path, ...] = ()
+
+    @property
+    def identity(self) -> str:
+        """The commit, or a hash of the files' content."""
+        return self.revision or content_hash(self.files)
+
+
+def find_checkpoints(methods: list[Method], target: TargetCheckpoint) -> list[Method]:
+    """The methods with a `Checkpoint` for each name: configurations and names of tensors are read, no weights.
+
+    Raises `ValueError` for a drafter of another method, with fewer drafts per round, or made for a target of other
+    shapes, and where there is no MTP module; `OSError` where there is no checkpoint at all.
+    """
+    labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
+    found = []
     for method in methods:
-        if method.name == MTP and not method.checkpoints:
-            find_mtp(*place(target))
-        for checkpoint in method.checkpoints:
-            name, revision = split_revision(checkpoint)
-            check_folder(name)
-            if method.name == MTP:
-                find_mtp(name, revision)
-                continue
-            check_drafter_type(name, revision)
-            config = HyperDFlashConfig.from_pretrained(name, revision=revision)
-            _check_drafter(method, checkpoint, config)
-            check_shapes(config, target.config)
+        checkpoints = tuple(_find(method, name, labels[name], target) for name in method.checkpoints)
+        if method.name == MTP and not checkpoints:
+            checkpoints = (_own_mtp(target),)
+        found.append(replace(method, checkpoints=checkpoints))
+    return found
+
+
+def _find(method: Method, typed: str, label: str, target: TargetCheckpoint) -> Checkpoint:
+    folder, name, revision = Path(typed).expanduser(), typed, None
+    if folder.is_dir():
+        name, files = str(folder), (folder / "config.json", *folder.glob("*.safetensors"))
+    else:
+        check_folder(typed)
+        name, _, revision = typed.partition("@")
+        # Of a branch, the commit: configuration and weights are read at different times
+        folder, files, revision = None, (), resolve_revision(name, revision or None)
+    if method.name == MTP:
+        if folder is None:
+            folder = _mtp_folder(TargetCheckpoint(name, revision))
+        else:  # which may hold the module alone, without a config.json
+            check_mtp_names(tensor_files(partial(file_in, folder), typed), typed)
+        return Checkpoint(label, name, revision, folder=folder, files=files)
+    check_drafter_type(name, revision)
+    config = HyperDFlashConfig.from_pretrained(name, revision=revision)
+    _check_drafter(method, typed, config)
+    check_shapes(config, target.config)
+    return Checkpoint(label, name, revision, config, folder, files)
+
+
+def _own_mtp(target: TargetCheckpoint) -> Checkpoint:
+    folder = _mtp_folder(target)
+    files = () if target.folder is None else tuple(folder / shard for shard in _mtp_shards(target))
+    return Checkpoint(None, target.name, target.revision, folder=folder, files=files)
+
+
+def _mtp_folder(repository: TargetCheckpoint) -> Path:
+    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
+
+    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
+    """
+    check_mtp_names(repository.files, repository.name)
+    return [repository.file(shard) for shard in _mtp_shards(repository)][0].parent
+
+
+def _mtp_shards(repository: TargetCheckpoint) -> list[str]:
+    return sorted({file for name, file in repository.files.items() if name.startswith(PREFIX)})
 
 
 def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
@@ -200,12 +251,12 @@ def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -
     if any(found[name] != value for name, value in wanted.items()):
         kinds = [name for name, values in DRAFTERS.items() if all(found[n] == v for n, v in values.items())]
         raise ValueError(
-            f"{checkpoint} is no drafter of method {method.name} ({_values(wanted)}): its configuration has "
-            f"{_values(found)}, which is method {' or '.join(kinds) or 'nothing that is compared here'}"
+            f"{checkpoint} is not a drafter of method {method.name} ({_values(wanted)}): its configuration has "
+            f"{_values(found)}, which is {'method ' if kinds else ''}{' or '.join(kinds) or 'not compared here'}"
         )
     if method.num_drafts > config.block_size - 1:
         raise ValueError(
-            f"{method.label}: {checkpoint} drafts at most {config.block_size - 1} tokens a round (block_size "
+            f"{method.label}: {checkpoint} drafts at most {config.block_size - 1} tokens per round (block_size "
             f"{config.block_size}, anchor included)"
         )
 
@@ -214,39 +265,8 @@ def _values(values: dict) -> str:
     return ", ".join(f"{name} {value!r}" for name, value in values.items())
 
 
-def find_mtp(checkpoint: str, revision: str | None = None) -> Path:
-    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
-
-    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
-    """
-    folder = Path(checkpoint).expanduser()
-    if folder.is_dir():
-        names, repository = tensor_files(partial(file_in, folder), checkpoint), None
-    else:
-        repository = TargetCheckpoint(checkpoint, revision)
-        names = repository.files
-    check_mtp_names(names, checkpoint)
-    if repository is None:
-        return folder
-    shards = sorted({file for name, file in names.items() if name.startswith(PREFIX)})
-    return [repository.file(shard) for shard in shards][0].parent
-
-
-def identify(method: Method, target: TargetCheckpoint) -> list[str]:
-    """What the results of a method depend on besides its label: the content of folders, the commit of Hub ids."""
-    if method.name == MTP and not method.checkpoints:
-        shards = {file for name, file in target.files.items() if name.startswith(PREFIX)}
-        return [target.revision or content_hash(target.folder / shard for shard in shards)]
-    identities = []
-    for checkpoint in method.checkpoints:
-        name, revision = split_revision(checkpoint)
-        weights = Path(name).glob("*.safetensors")
-        identities.append(resolve_revision(name, revision) or content_hash([Path(name) / "config.json", *weights]))
-    return identities
-
-
 def content_hash(files: Iterable[Path]) -> str:
-    """Of the files that there are, with their names."""
+    """A hash of the files that exist, and of their names."""
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.is_file()):
         with path.open("rb") as file:
@@ -254,29 +274,35 @@ def content_hash(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def load_arms(methods: list[Method], target, checkpoint: TargetCheckpoint, dtype: str) -> list[Arm]:
-    """All arms in order, for the `target` loaded from `checkpoint`. What several methods name is loaded once.
+def load_variants(methods: list[Method], target: torch.nn.Module, dtype: str) -> list[Variant]:
+    """What is measured, in order, with the methods of `find_checkpoints`. What several of them name is loaded once.
 
     Raises `ValueError` and `OSError` as `load_drafter` and `load_mtp` do.
     """
+    # One MTP module serves several `mtp:N`: it is loaded with the most drafts that any of them needs
     most = max((method.num_drafts for method in methods if method.name == MTP), default=0)
-    labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
-    loaded, arms = {}, []
+    loaded, variants = {}, []
     for method in methods:
-        for name in method.checkpoints or (None,):
-            key = (method.name == MTP, method.name.endswith(CONFIDENCE), name and _resolved(name))
+        for checkpoint in method.checkpoints:
+            key = _key(method, checkpoint)
             if method.name == MTP and key not in loaded:
-                folder = find_mtp(*(place(checkpoint) if name is None else split_revision(name)))
-                loaded[key] = load_mtp(folder, target.config, most).to(target.device)
-            elif method.name in DRAFTERS and key not in loaded:
-                loaded[key] = load_drafter(*split_revision(name), dtype, target)
+                loaded[key] = load_mtp(checkpoint.folder, target.config, most).to(target.device)
+            elif key not in loaded:
+                loaded[key] = load_drafter(checkpoint.name, checkpoint.revision, dtype, target)
                 if not method.name.endswith(CONFIDENCE):
                     loaded[key].confidence_head = None
-            arms.append(Arm(method.label, labels.get(name), _options(method, loaded.get(key))))
-    return arms
+            variants.append(Variant(method.label, checkpoint.label, _options(method, loaded[key])))
+        if not method.checkpoints:
+            variants.append(Variant(method.label, None, _options(method, None)))
+    return variants
 
 
-def _options(method: Method, assistant) -> dict:
+def _key(method: Method, checkpoint: Checkpoint) -> tuple:
+    """The same where the same model is to be loaded."""
+    return method.name == MTP, method.name.endswith(CONFIDENCE), _resolved(checkpoint.name), checkpoint.revision
+
+
+def _options(method: Method, assistant: torch.nn.Module | None) -> dict:
     if method.name == TARGET_ONLY:
         return {}
     if method.name == PROMPT_LOOKUP:

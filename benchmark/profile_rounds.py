@@ -1,9 +1,9 @@
 """Where the time of a round goes, on the tiny pair: `make bench`, or `python -m hyperdflash.benchmark.profile_rounds`.
 
-Everything is measured in one run, plain and drafted decoding interleaved; read the ratios, not the times.
-Prints (a) the time outside the forwards, of a round and of a plain step; (b) drafter time against rounds and context;
-(c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which the drafter's
-`verify_cost` should say; (f) the share of its sequential head, if it has one.
+Everything is measured in one run that interleaves plain and drafted decoding; read the ratios, not the times.
+Prints (a) the time outside the forwards, of a round and of a plain step; (b) how the drafter's time grows with rounds
+and context; (c) the share of rewinding; (d) bytes held by the cache; (e) the cost of one more draft, which should be
+the drafter's `verify_cost`; (f) the share of its sequential head, if it has one.
 """
 
 import argparse
@@ -48,14 +48,11 @@ def outside_forwards(target, tokenizer, drafter, repeats: int) -> None:
                 speedups.append(seconds[None] / seconds[drafter])
     steps, rounds = outside.values()
     ratio = [r / s for r, s in zip(rounds, steps, strict=True)]
-    bound = (
-        "at most 1.3" if drafter.markov_head is None else "at most 1.3 without a head, whose drafts come one by one"
-    )
-    print(f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {spread(ratio)}  [{bound}]")
+    print(f"(a) outside the forwards: round {ms(rounds)}, plain step {ms(steps)}, ratio {median_and_range(ratio)}")
     print(
-        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {spread(shares, '.1%')} of a round [under 5%]"
+        f"(c) rewinding: {1e6 * statistics.median(crops):.0f} us/layer, {median_and_range(shares, '.1%')} of a round"
     )
-    print(f"    speed-up on these prompts {spread(speedups)}, tau {stats.acceptance_length:.2f}")
+    print(f"    speed-up on these prompts {median_and_range(speedups)}, tau {stats.acceptance_length:.2f}")
 
 
 def drafter_time(target, narrow) -> None:
@@ -75,13 +72,13 @@ def drafter_time(target, narrow) -> None:
                 quarter = max(len(drafts) // 4, 1)
                 growth.append(statistics.median(drafts[-quarter:]) / statistics.median(drafts[:quarter]))
     ratio = [long / short for short, long in zip(*by_context.values(), strict=True)]
-    print(f"(b) drafter, window 128: last quarter of the rounds / first {spread(growth)}; ", end="")
-    print(f"context 1,500 / 256 {spread(ratio)}  [within 10%]")
+    print(f"(b) drafter, window 128: last quarter of the rounds / first {median_and_range(growth)}; ", end="")
+    print(f"context 1,500 / 256 {median_and_range(ratio)}")
 
 
 @torch.no_grad()
 def cache_bytes(target) -> None:
-    """(d): bytes of the cache after rounds that append nothing: they depend on the length alone."""
+    """(d): bytes of the cache after 1 and 40 rounds of one token; only the entries should grow."""
     cache = make_rewindable(DynamicCache(config=target.config), target.config)
     generator = torch.Generator().manual_seed(0)
     target(random_ids(target, 300, generator), cache=cache, use_cache=True)
@@ -95,11 +92,11 @@ def cache_bytes(target) -> None:
         sizes.append((sum(nbytes(vars(layer)) for layer in cache.layers) - entries, entries, records))
     (rest, entries, _), (rest_40, entries_40, records) = ([x / 1e3 for x in sizes[i]] for i in (0, -1))
     print(f"(d) cache after 1 and 40 rounds of one token, in kB: entries {entries:.0f} and {entries_40:.0f}, ", end="")
-    print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}  [only entries grow]")
+    print(f"all else {rest:.0f} and {rest_40:.0f}, of it undo records {records:.0f}")
 
 
 def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
-    """(e): the slope of a round's time over its drafts, by the time of a round that would have none."""
+    """(e): by how much a draft lengthens a round, relative to a round without drafts (a linear fit)."""
     costs = []
     for _ in range(repeats):
         rounds = [
@@ -109,11 +106,13 @@ def verify_cost(target, tokenizer, drafter, repeats: int) -> None:
         ]
         slope, none = statistics.linear_regression(*zip(*rounds, strict=True))
         costs.append(slope / none)
-    print(f"(e) one more draft: {spread(costs, '.3f')} of a round  [verify_cost {drafter.config.verify_cost}]")
+    print(
+        f"(e) one more draft: {median_and_range(costs, '.3f')} of a round; verify_cost is {drafter.config.verify_cost}"
+    )
 
 
 def head_share(target, tokenizer, drafter, repeats: int) -> None:
-    """(f): what a round with the sequential head has more than one without, the target's forward aside."""
+    """(f): the extra time of a round with the sequential head, the target's forward excluded."""
     without = copy.copy(drafter)
     without._modules = {**drafter._modules, "markov_head": None}  # the weights are shared
     shares = []
@@ -124,7 +123,7 @@ def head_share(target, tokenizer, drafter, repeats: int) -> None:
                 seconds_of_a_round(target, tokenizer, prompt, model, most) for model in (drafter, without)
             )
             shares.append((step_s - verify_s - (step_without_s - verify_without_s)) / step_s)
-    print(f"(f) the sequential head: {spread(shares, '.1%')} of a round  [under 10%]")
+    print(f"(f) the sequential head: {median_and_range(shares, '.1%')} of a round")
 
 
 def seconds_of_a_round(target, tokenizer, prompt: str, drafter, num_drafts: int) -> tuple[float, float]:
@@ -158,7 +157,7 @@ def ms(seconds: list[float]) -> str:
     return f"{1e3 * statistics.median(seconds):.2f} ms"
 
 
-def spread(values: list[float], form: str = ".2f") -> str:
+def median_and_range(values: list[float], form: str = ".2f") -> str:
     """Median and range."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 

@@ -1,18 +1,18 @@
-"""The prompts of a benchmark: seven public sets by Hub id, and files of one's own.
+"""The prompts of a benchmark: seven public sets from the Hub, and your own files.
 
     sets = [read_file(Path("mine.jsonl")), fetch("gsm8k")]
     for prompt in sets[0].select(20):       # the first 20 after a seeded shuffle
         prompt.history, prompt.turns
 
-A file has one JSON object a line, and its name is the set's:
+A file has one JSON object per line, and the set is named after it:
 
-    {"turns": ["Write a poem.", "Now shorter."]}                     every turn is answered, the second after the first
+    {"turns": ["Write a poem.", "Now shorter."]}                     every turn is answered, one after the other
     {"messages": [{"role": "user", "content": "2 + 2?"}]}            the last user message is answered
     {"prompt": "2 + 2?"}
 
 A `system` column is the first message of any of them; `common/data_files.py` has the other formats.
 
-The public sets are those of the paper. Templates are the usual ones of each benchmark in our own words; no answers are
+The public sets are those of the paper, with the usual template of each in our own words. Reference answers are not
 read, as only acceptance and speed are measured.
 """
 
@@ -35,8 +35,8 @@ class Prompt:
     """One row of a set.
 
     Attributes:
-        index (`int`): its place in the set, from 0.
-        turns (`tuple[str]`): what the user says, one after the other; each is answered.
+        index (`int`): its position in the set, from 0.
+        turns (`tuple[str]`): the user's messages, each of which is answered.
         history (`tuple[dict]`): messages before the first turn.
     """
 
@@ -53,26 +53,26 @@ class PromptSet:
     prompts: list[Prompt] = field(repr=False)
 
     def select(self, num_prompts: int | None) -> "PromptSet":
-        """The first `num_prompts` (None: all) after a shuffle that is the same for every run and method."""
+        """The first `num_prompts` (None: all) after a shuffle with a fixed seed."""
         prompts = list(self.prompts)
         random.Random(0).shuffle(prompts)
         return PromptSet(self.name, prompts[:num_prompts])
 
     def digest(self) -> str:
-        """A hash of what is asked, in order."""
+        """A hash of the prompts in their order."""
         text = json.dumps([(prompt.index, prompt.history, prompt.turns) for prompt in self.prompts])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """Where a public set lies on the Hub, and how a row of it becomes turns."""
+    """Where a public set is on the Hub, and how its rows become turns."""
 
     repo: str
     split: str
     turns: Callable[[dict], list[str]]
     config: str | None = None
-    data_files: str | None = None  # for a repository that brings a loading script, which `datasets` no longer runs
+    data_files: str | None = None  # for a repository with a loading script, which `datasets` no longer runs
 
 
 def _mbpp(row: dict) -> list[str]:
@@ -97,7 +97,7 @@ PUBLIC_SETS = {
     "aime25": PublicSet("math-ai/aime25", "test", lambda row: [BOXED.format(problem=row["problem"])]),
     "humaneval": PublicSet("openai/openai_humaneval", "test", _humaneval),
     "mbpp": PublicSet("google-research-datasets/mbpp", "test", _mbpp, config="sanitized"),
-    # The newest of the six files, those of the release before it left out: 175 problems
+    # Only the newest of the six files, which has the 175 problems that the last release added
     "livecodebench": PublicSet(
         "livecodebench/code_generation_lite", "train", _livecodebench, data_files="test6.jsonl"
     ),
@@ -106,19 +106,17 @@ PUBLIC_SETS = {
 
 
 def check_names(datasets: list[str], files: list[Path]) -> None:
-    """Raises `UsageError` for no set at all, one that is not public, and for a name that occurs twice."""
+    """Raises `UsageError` without any set, for an unknown public set, and for a name that occurs twice."""
     if not datasets and not files:
         raise UsageError("no prompts: give --datasets, --prompts or both")
     names = [dataset.partition("@")[0] for dataset in datasets]
     for name in names:
         if name not in PUBLIC_SETS:
-            raise UsageError(
-                f"unknown set {name!r}; --datasets has {', '.join(PUBLIC_SETS)}, others go with --prompts"
-            )
+            raise UsageError(f"unknown set {name!r}; --datasets has {', '.join(PUBLIC_SETS)}; use --prompts for files")
     names += [file.stem for file in files]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"the set {name!r} is given twice: a set is named for its file, without the ending")
+            raise UsageError(f"the set {name!r} is given twice: a set is named after its file, without the suffix")
 
 
 def read_file(path: Path) -> PromptSet:
@@ -169,7 +167,7 @@ def history_and_turns(row: dict) -> tuple[list[dict], list[str], list[dict]]:
 def fetch(dataset: str) -> PromptSet:
     """A public set from the Hub or its cache; `name@revision` pins one.
 
-    Raises `OSError`, whatever kept it from being had.
+    Raises `OSError` for whatever went wrong.
     """
     import datasets
 
@@ -185,7 +183,7 @@ def fetch(dataset: str) -> PromptSet:
         prompts = [Prompt(index, tuple(public.turns(row))) for index, row in enumerate(rows)]
         if not prompts:
             raise ValueError("it has no rows")
-    except Exception as error:  # of the Hub, of HTTP, of Arrow: said as it is, and the other sets go on
+    except Exception as error:  # of the Hub, HTTP or Arrow: the benchmark goes on with the other sets
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise OSError(f"the set {name} ({public.repo}) cannot be had: {reason}") from error
+        raise OSError(f"the set {name} ({public.repo}) could not be downloaded: {reason}") from error
     return PromptSet(name, prompts)

@@ -1,8 +1,8 @@
 """From the records of a benchmark to its figures: rows, `results.json`, `results.csv` and `table.md`.
 
-A record is one `generate` call (`benchmark.py`). Records are summed up, never averaged: rounds of all calls are
-pooled, and seconds and tokens divided once at the end. Intervals are 95% bootstrap intervals over prompts, with a
-seed; for a speed-up the same prompts are drawn for both sides.
+A record is one `generate` call (`benchmark.py`). Records are summed, never averaged: the rounds of all calls are
+pooled, and tokens are divided by seconds once at the end. Intervals are seeded 95% bootstrap intervals over prompts;
+for a speed-up, both methods are resampled with the same prompts.
 
     .venv/bin/python -m pytest tests/test_report.py
 """
@@ -12,40 +12,44 @@ import io
 import json
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from ..common.files import write_atomically
+from ..generation.decoding import TIE_GAPS
 from ..generation_hyperdflash import SpeculativeStats
 from .methods import PROMPT_LOOKUP, TARGET_ONLY
 from .records import GROUP, KEY
 
 RESULTS_FILE, CSV_FILE, TABLE_FILE, COMMAND_FILE = "results.json", "results.csv", "table.md", "command.txt"
 DEFINITIONS = (
-    "tau = 1 + accepted drafts a round: it counts the target's own token; a round proposed at least one draft. "
-    "Speed-up: tokens a second after the first token, over target-only's in the same run. Rates by position: of all "
+    "tau = 1 + accepted drafts per round: it includes the target's own token; rounds without a draft do not count. "
+    "Speed-up: tokens per second after the first token, over target-only's in the same run. Rates by position: of all "
     "rounds (also those that the length limit cut short), or of those that accepted all drafts before (conditional)."
 )
-OF_SAMPLING = "Above temperature 0 every method samples answers of its own up to their end: lengths differ."
+OF_SAMPLING = "Above temperature 0 each method samples its own answers, which differ in length."
 OF_PROMPT_LOOKUP = (
-    "prompt-lookup's loop is transformers' own: its accepted drafts are counted after the end of an answer trimmed "
-    "them, other methods' before, and its time of drafting is not told apart from the rest."
+    "prompt-lookup runs in transformers' own loop: its accepted drafts are counted after an answer was cut at its "
+    "end-of-text token, other methods' before, and its drafting time is part of the rest."
 )
 NUM_RESAMPLES = 2000
+NO_INTERVAL = "1 prompt, no interval"
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows
 
 
-def make_rows(records: list[dict], differences: list[dict], num_arms: int) -> list[dict]:
+def make_rows(records: list[dict], differences: list[dict], num_variants: int) -> list[dict]:
     """One row for each method, checkpoint, set, mode, temperature and seed, in the order of the records.
 
-    Turns that not all `num_arms` have answered yet (after an interruption) are left out.
+    Turns that some of the `num_variants` have not answered yet (after an interruption) are left out.
     """
     groups = {}
-    for record in _complete(records, num_arms):
+    for record in _complete(records, num_variants):
         groups.setdefault(tuple(record[name] for name in GROUP), []).append(record)
     rows = []
     for key, group in groups.items():
@@ -64,14 +68,14 @@ def _place(rows: list[dict], name: str, value) -> int:
     return next(i for i, row in enumerate(rows) if row[name] == value)
 
 
-def _complete(records: list[dict], num_arms: int) -> list[dict]:
+def _complete(records: list[dict], num_variants: int) -> list[dict]:
     asked = [tuple(record[name] for name in KEY[2:]) for record in records]
     counts = Counter(asked)
-    return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_arms]
+    return [record for record, question in zip(records, asked, strict=True) if counts[question] == num_variants]
 
 
 def _acceptance(group: list[dict]) -> dict:
-    """Figures of the rounds; None for plain decoding, and for means over no round at all."""
+    """Figures of the rounds; None for plain decoding, and means are None without any round."""
     stats = SpeculativeStats()
     names = list(stats.to_dict())
     if group[0]["num_drafts"] is None:
@@ -86,10 +90,11 @@ def _acceptance(group: list[dict]) -> dict:
 
 
 def _speed(group: list[dict], plain: list[dict]) -> dict:
-    """Throughput, and what it is made of; seconds are means a step (a round, or one token of plain decoding)."""
+    """Throughput and its parts; seconds are means per step (a round, or one token of plain decoding)."""
     tokens, seconds = _sums(group, "num_timed_tokens", "decoding_seconds")
     plain_tokens, plain_seconds = _sums(plain, "num_timed_tokens", "decoding_seconds")
     parts = _step(group)
+    # Drafting from the prompt runs no forward that could be timed
     told = parts | ({"draft": None} if _is_lookup(group[0]) else {})
     speedup = _ratio(tokens * plain_seconds, seconds * plain_tokens)
     attainable = _attainable(group, plain)
@@ -110,7 +115,7 @@ def _is_lookup(row: dict) -> bool:
 
 
 def _step(group: list[dict]) -> dict:
-    """Mean seconds of a step and of its parts; None where there was no step."""
+    """Mean seconds of a step and of its parts; None without any step."""
     names = ("num_steps", "step_seconds", "verify_seconds", "draft_seconds")
     num_steps, step, verify, draft = _sums(group, *names)
     parts = {"step": step, "verify": verify, "draft": draft, "other": step - verify - draft}
@@ -118,10 +123,10 @@ def _step(group: list[dict]) -> dict:
 
 
 def _attainable(group: list[dict], plain: list[dict]) -> float | None:
-    """The speed-up if a round cost its forwards and the rest of a plain step, and no answer ended inside a block.
+    """The speed-up if a round took only its forwards and the rest of a plain step, and no answer ended inside a block.
 
-    Tokens are counted over all steps, which for a drafter is tau but for last steps without a draft; prompt lookup has
-    many steps without.
+    Tokens are counted over all steps. For a drafter this is nearly tau, as only last steps may have no draft; prompt
+    lookup has many steps without one.
     """
     own, one = _step(group), _step(plain)
     if own["step"] is None or one["step"] is None:
@@ -133,6 +138,7 @@ def _attainable(group: list[dict], plain: list[dict]) -> float | None:
 
 def _speedup_interval(group: list[dict], plain: list[dict]) -> list[float] | None:
     names = ("num_timed_tokens", "decoding_seconds")
+    # Side by side, so that each draw takes the same prompts for both: what makes a prompt slow is slow for both
     sums = np.concatenate([_by_prompt(g, lambda r: [r[name] for name in names]) for g in (group, plain)], axis=1)
     return bootstrap(sums, lambda s: s[..., 0] / s[..., 1] / (s[..., 2] / s[..., 3]))
 
@@ -145,7 +151,7 @@ def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _by_prompt(group: list[dict], values) -> np.ndarray:
+def _by_prompt(group: list[dict], values: Callable[[dict], list[float]]) -> np.ndarray:
     """Sums over the turns of each prompt, `(prompts, values)`, by the prompt's index."""
     sums = {}
     for record in group:
@@ -153,16 +159,17 @@ def _by_prompt(group: list[dict], values) -> np.ndarray:
     return np.stack([sums[prompt] for prompt in sorted(sums)])
 
 
-def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
-    """A 95% interval of `statistic` over resampled prompts; None for a single prompt, or without any event.
+def bootstrap(sums: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray]) -> list[float] | None:
+    """A 95% interval of `statistic` over resampled prompts; None for one prompt, and where it is never finite.
 
     Args:
-        sums (`np.ndarray` of shape `(prompts, values)`): what each prompt adds.
-        statistic: from summed values `(..., values)` to `(...)`.
+        sums (`np.ndarray` of shape `(prompts, values)`): what each prompt contributes.
+        statistic: maps summed values `(..., values)` to `(...)`.
     """
     if len(sums) < 2:
         return None
     drawn = np.random.default_rng(0).integers(len(sums), size=(NUM_RESAMPLES, len(sums)))
+    # A draw without any round, or without a timed token, divides by zero; such draws are left out
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(sums[drawn].sum(1))
     values = values[np.isfinite(values)]
@@ -173,14 +180,14 @@ def bootstrap(sums: np.ndarray, statistic) -> list[float] | None:
 
 
 def write_report(folder: Path, results: dict) -> None:
-    """Write `results.json`, `results.csv` and `table.md`, each whole."""
+    """Write `results.json`, `results.csv` and `table.md`, each atomically."""
     write_atomically(folder / RESULTS_FILE, to_json(results).encode())
     write_atomically(folder / CSV_FILE, to_csv(results["rows"]).encode())
     write_table(folder, results["rows"], run_notes(results))
 
 
 def to_json(results: dict) -> str:
-    """The results with one row per line, which a person can scroll through and `diff` and `grep` can read."""
+    """The results with one row per line, so that they can be read and compared with `diff` and `grep`."""
     dump = partial(json.dumps, ensure_ascii=False, allow_nan=False)
     parts = []
     for name, value in results.items():
@@ -193,12 +200,12 @@ def to_json(results: dict) -> str:
 
 
 def write_table(folder: Path, rows: list[dict], notes: list[str]) -> None:
-    """Write `table.md`, with the definitions and `notes` under the tables."""
+    """Write `table.md`, with the definitions and `notes` below the tables."""
     write_atomically(folder / TABLE_FILE, to_markdown(rows, notes).encode())
 
 
 def to_csv(rows: list[dict]) -> str:
-    """The rows flat: a column for each position and each end of an interval, and numbers of differences."""
+    """The rows with one column for each position and each end of an interval, and with numbers of differences."""
     flat = [_flat(row) for row in rows]
     columns = {name: None for name in GROUP} | {name: None for row in flat for name in row}
     out = io.StringIO()
@@ -228,7 +235,7 @@ def _flat(row: dict) -> dict:
 
 
 def make_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and lines of a table for each mode and temperature: methods down, sets across."""
+    """Title, header and lines of a table for each mode and temperature: a row per method, columns per set."""
     tables = []
     for title, methods, datasets in _blocks(rows):
         lines = [_line(method, own, datasets) for method, own in methods.items()]
@@ -237,7 +244,7 @@ def make_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]
 
 
 def make_interval_tables(rows: list[dict]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """The intervals of `make_tables`' figures, for methods with one checkpoint and seed: others have their ±."""
+    """The intervals of `make_tables`' figures, for methods with one checkpoint and seed; others have a ± instead."""
     tables = []
     for title, methods, datasets in _blocks(rows):
         lines = [[method, *_intervals(own, datasets)] for method, own in methods.items()]
@@ -274,7 +281,7 @@ def _intervals(rows: list[dict], datasets: list[str]) -> list[str]:
 def _line(method: str, rows: list[dict], datasets: list[str]) -> list[str]:
     cells = {name: [_cells([row for row in rows if row["dataset"] == d], name) for d in datasets] for name in FORMS}
     for name, cell in cells.items():
-        cell.append(spread(_averages(rows, datasets, name), FORMS[name]))
+        cell.append(mean_and_deviation(_averages(rows, datasets, name), FORMS[name]))
     return [method, *(cell for pair in zip(*cells.values(), strict=True) for cell in pair)]
 
 
@@ -282,11 +289,11 @@ FORMS = {"speedup": "{:.2f}x", "acceptance_length": "{:.2f}"}
 
 
 def _cells(rows: list[dict], name: str) -> str:
-    return spread([row[name] for row in rows if row[name] is not None], FORMS[name])
+    return mean_and_deviation([row[name] for row in rows if row[name] is not None], FORMS[name])
 
 
-def spread(values: list[float], form: str = "{:.2f}") -> str:
-    """Mean, and the standard deviation over checkpoints and seeds where there are several."""
+def mean_and_deviation(values: list[float], form: str = "{:.2f}") -> str:
+    """Mean, with the standard deviation if there are several values (of checkpoints or seeds)."""
     if not values:
         return "–"
     deviation = f" ± {statistics.stdev(values):.2f}" if len(set(values)) > 1 else ""
@@ -294,7 +301,7 @@ def spread(values: list[float], form: str = "{:.2f}") -> str:
 
 
 def _averages(rows: list[dict], datasets: list[str], name: str) -> list[float]:
-    """For each checkpoint and seed that has all sets, the mean over them."""
+    """The mean over the sets for each checkpoint and seed that has all of them."""
     runs = {}
     for row in rows:
         if row[name] is not None:
@@ -306,7 +313,7 @@ def to_markdown(rows: list[dict], notes: list[str]) -> str:
     """All tables, then the definitions and the notes."""
     parts = []
     for title, header, lines in [*make_tables(rows), *make_interval_tables(rows)]:
-        parts.append(f"**{title}**\n\n{table(header, lines)}")
+        parts.append(f"**{title}**\n\n{markdown_table(header, lines)}")
     if not parts:
         parts.append("No prompt has been answered by all methods yet.")
     if any("±" in part for part in parts):
@@ -314,8 +321,8 @@ def to_markdown(rows: list[dict], notes: list[str]) -> str:
     return "\n\n".join([*parts, definitions(rows), *token_notes(rows), *notes]) + "\n"
 
 
-def table(header: list[str], lines: list[list[str]]) -> str:
-    """In markdown; columns behind the first are aligned to the right."""
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
+    """A markdown table; all columns but the first are right-aligned."""
     return "\n".join(map(_row, [header, ["---", *["---:"] * (len(header) - 1)], *lines]))
 
 
@@ -324,7 +331,7 @@ def _row(cells: list[str]) -> str:
 
 
 def definitions(rows: list[dict]) -> str:
-    """What the figures are, with what is peculiar to some of these rows."""
+    """What the figures mean, with remarks that apply to these rows."""
     parts = [DEFINITIONS]
     if any(row["temperature"] > 0 for row in rows):
         parts.append(OF_SAMPLING)
@@ -334,13 +341,13 @@ def definitions(rows: list[dict]) -> str:
 
 
 def token_notes(rows: list[dict]) -> list[str]:
-    """How many tokens each method wrote, where methods wrote different numbers; of several runs, their mean."""
+    """How many tokens each method wrote, if these numbers differ; a mean over several runs."""
     notes = []
     for title, methods, datasets in _blocks(rows):
         counts = {method: [_num_new_tokens(own, dataset) for dataset in datasets] for method, own in methods.items()}
         if any(len(set(of_set) - {0}) > 1 for of_set in zip(*counts.values(), strict=True)):
             text = ", ".join(f"{method} {sum(numbers):,.0f}" for method, numbers in counts.items())
-            notes.append(f"New tokens of a run, {title}: {text}.")
+            notes.append(f"New tokens per run, {title}: {text}.")
     return notes
 
 
@@ -349,39 +356,60 @@ def _num_new_tokens(rows: list[dict], dataset: str) -> float:
     return statistics.fmean(numbers) if numbers else 0
 
 
+def single_prompt_sets(rows: list[dict]) -> list[str]:
+    """Sets of which one prompt was measured, so that there is no interval over prompts."""
+    return list(dict.fromkeys(row["dataset"] for row in rows if row["num_prompts"] == 1))
+
+
 def run_notes(results: dict) -> list[str]:
-    """The lossless check of a run, and what is missing from it."""
+    """The lossless check of a run, and what the run lacks."""
     notes = [lossless_line(results)]
+    notes += [f"{name}: {NO_INTERVAL}." for name in single_prompt_sets(results["rows"])]
     if results["resumed"]:
         notes.append(f"{results['resumed']} calls were measured by an earlier run of the same command.")
     for change in results.get("code_changes", []):
         calls, files = change["after_calls"], ", ".join(change["files"])
-        notes.append(f"{calls} calls were measured before {files} changed, later ones after: rows may mix both.")
+        notes.append(f"{calls} calls were measured before {files} changed, later ones after it: rows may mix both.")
     if results["missing_sets"]:
         names = ", ".join(results["missing_sets"])
-        notes.append(f"Sets that could not be had, and so were not gone on with: {names}.")
+        notes.append(f"Skipped sets (not available): {names}.")
     if results["left_out"]:
         prompts = {(turn["dataset"], turn["prompt"]) for turn in results["left_out"]}
         counts = sorted(Counter(dataset for dataset, _ in prompts).items())
         text = ", ".join(f"{count} of {name}" for name, count in counts)
         limit = results["max_prompt_tokens"]
-        notes.append(f"Prompts left out, in whole or from a later turn on, as longer than {limit} tokens: {text}.")
+        notes.append(f"Prompts longer than {limit} tokens, left out entirely or from a later turn on: {text}.")
     return notes
 
 
 def lossless_line(results: dict) -> str:
-    """Whether greedy answers are target-only's."""
-    check = results["lossless"]
-    compared, ties, others = (check[name] for name in ("num_compared", "num_ties", "num_unexplained"))
+    """Whether greedy answers equal target-only's: the share that differs, and by how much."""
+    compared, ties, others = (results["lossless"][name] for name in ("num_compared", "num_ties", "num_unexplained"))
+    dtype, rows = results["environment"]["dtype"], results["rows"]
+    gaps = [difference["gap"] for row in rows for difference in row["differences"]]
+    # None where one answer only ends earlier: no gap of two tokens explains that
+    gap = f"up to {max(gaps):.2g}" if gaps and None not in gaps else "infinitely far"
+    number = f"{ties + others} of {compared} greedy answers ({(ties + others) / max(compared, 1):.1%})"
     if not compared:
-        text = "Lossless check: not made, as nothing was decoded at temperature 0."
+        is_alone = rows and all(row["method"] == TARGET_ONLY for row in rows)
+        why = f"only {TARGET_ONLY} was measured" if is_alone else "no answer was compared at temperature 0"
+        text = f"Lossless check not made: {why}."
+    elif not ties + others:
+        text = f"Lossless check passed: all {compared} greedy answers are target-only's."
     elif others:
-        text = f"Lossless check FAILED: {others} of {compared} greedy answers differ from target-only's."
-    else:
-        same = "all" if not ties else f"{compared - ties} of"
-        text = f"Lossless check passed: {same} {compared} greedy answers are target-only's."
-    if ties:
-        text += (
-            f" {ties} part where the target's logits of both tokens are within {check['tie_gap']:g}, a rounding tie."
+        text = (
+            f"Lossless check FAILED: {number} differ from target-only's, {others} of them by more than rounding in "
+            f"{dtype} explains: there the logits of the two tokens are {gap} apart."
+        )
+    elif dtype == "float32" or max(gaps) <= TIE_GAPS[torch.float32]:
+        text = (
+            f"Lossless check passed: {number} differ from target-only's, all at ties, which rounding decides: the "
+            f"logits of the two tokens are {gap} apart."
+        )
+    else:  # these gaps are more than ties, and a small fault could hide behind them
+        text = (
+            f"Lossless check inconclusive in {dtype}: {number} differ from target-only's, where the logits of the two "
+            f"tokens are {gap} apart. A block of tokens is rounded differently than single tokens; with --dtype "
+            "float32 a fault shows."
         )
     return text if results["complete"] else f"{text} INCOMPLETE: the run stopped before its end."

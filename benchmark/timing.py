@@ -1,4 +1,4 @@
-"""Where the time of a call goes: hooks on the forwards of the target and of its drafter.
+"""Where the time of a call goes, measured by hooks on the forwards of the target and its drafter.
 
     clock = Clock(target, drafter)
     with clock.running():
@@ -6,15 +6,17 @@
         target.generate(prompt, assistant_model=drafter)
     clock.verify_s, clock.draft_s, clock.outside_s      # seconds of every round
 
-`timed_call` is one such call with everything that a benchmark records of it.
+`timed_call` makes one call and returns everything that a benchmark records of it.
 
-On accelerators every time stamp waits for the work handed to them, so that seconds are those of the work.
+On accelerators every clock reading waits for the queued work, so that it is the work that is timed.
 """
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+from torch import nn
 
 from ..generation.decoding import accelerators, time_at_rest
 from ..generation_hyperdflash import SpeculativeStats, num_leading
@@ -22,22 +24,23 @@ from ..target_hyperdflash import RewindableSlidingLayer
 
 
 class Clock:
-    """Seconds inside the target's forward, the drafter's (with its own heads, and the embedding and LM head it
-    borrows), and `crop`.
+    """Seconds inside the target's forward, the drafter's (including its heads and the target's embedding and LM head,
+    which it shares), and `crop`.
 
     Args:
         target: the target.
         drafter (*optional*): a HyperDFlash drafter or an MTP module; None for plain decoding.
 
-    Attributes (lists have one entry a step, from the end of the target's forward to the end of its next one):
-        step_s, verify_s, draft_s, outside_s (`list[float]`): the step, and of it the target's forward, the drafter's
-            with what it borrows, and the rest. The prefill is no step.
-        draft_by_round (`list[float]`): of every forward of the drafter, alone.
-        crop_s (`float`): in `crop`, within `timing_crop`.
+    Attributes (lists have one entry per step, which runs from the end of a target's forward to the end of the next):
+        step_s, verify_s, draft_s, outside_s (`list[float]`): the whole step, and in it the target's forward, the
+            drafter's with embedding and LM head, and the rest. The prefill is not a step.
+        draft_by_round (`list[float]`): each forward of the drafter alone.
+        crop_s (`float`): time in `crop`, within `timing_crop`.
     """
 
-    def __init__(self, target, drafter=None):
+    def __init__(self, target: nn.Module, drafter: nn.Module | None = None):
         self.target, self.drafter = target, drafter
+        # A drafter calls the target's embedding and LM head outside the target's forward: that is drafting time
         self._around_draft = [target.get_input_embeddings(), target.get_output_embeddings()]
         if drafter is not None:
             self._around_draft += [module for name, module in drafter.named_children() if name == "markov_head"]
@@ -45,14 +48,14 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, as before a call."""
+        """Forget everything; call it before each call that is timed."""
         self.crop_s, self.draft_by_round = 0.0, []
         self.step_s, self.verify_s, self.draft_s, self.outside_s = [], [], [], []
         self._starts, self._in_target, self._inside_s, self._last_end = {}, False, 0.0, None
 
     @contextmanager
-    def running(self):
-        """Hooks on the modules for the length of a `with`."""
+    def running(self) -> Iterator["Clock"]:
+        """Keep hooks on the modules within a `with`."""
         modules = [self.target, *([] if self.drafter is None else [self.drafter]), *self._around_draft]
         handles = [
             handle
@@ -69,8 +72,8 @@ class Clock:
                 handle.remove()
 
     @contextmanager
-    def timing_crop(self):
-        """Time every layer's `crop`; apart from `running`'s figures, which the time stamps would weigh on."""
+    def timing_crop(self) -> Iterator[None]:
+        """Time every layer's `crop`; apart from `running`'s figures, which the extra clock readings would add to."""
         crop = RewindableSlidingLayer.crop
 
         def timed_crop(layer, tokens_to_remove):
@@ -84,19 +87,20 @@ class Clock:
         finally:
             RewindableSlidingLayer.crop = crop
 
-    def _enter(self, module, args):
-        if not self._in_target:  # its own embedding and head are in its time, and waiting for them would add to it
+    def _enter(self, module: nn.Module, args: tuple) -> None:
+        # Within the target's forward its embedding and head are part of its time, and waiting would add to it
+        if not self._in_target:
             self._starts[module] = time_at_rest(self._devices)
             self._in_target = module is self.target
 
-    def _leave(self, module, args, output):
+    def _leave(self, module: nn.Module, args: tuple, output) -> None:
         if self._in_target and module is not self.target:
             return
         end = time_at_rest(self._devices)
         seconds = end - self._starts[module]
         if module is self.target:
             self._in_target = False
-            if self._last_end is not None:
+            if self._last_end is not None:  # the first forward is the prefill
                 self.step_s.append(end - self._last_end)
                 self.verify_s.append(seconds)
                 self.draft_s.append(self._inside_s)
@@ -108,10 +112,10 @@ class Clock:
                 self.draft_by_round.append(seconds)
 
 
-class Stamps:
-    """A streamer that notes when the first tokens came and when all was done, and hands the tokens on."""
+class Timestamps:
+    """A streamer that notes when the first tokens and the end came, and passes the tokens to `on_tokens`."""
 
-    def __init__(self, on_tokens=None):
+    def __init__(self, on_tokens: Callable[[list[int]], None] | None = None):
         self.on_tokens = on_tokens
         self.is_prompt = True
         self.first = self.last = None
@@ -134,13 +138,13 @@ class Stamps:
 
 
 class LookupRounds:
-    """Counts the rounds of prompt lookup, whose loop is transformers' own and reports none.
+    """Counts the rounds of prompt lookup, as transformers' own loop does not report them.
 
-    Drafts are what a forward was fed behind the last token, accepted those that the stream then repeats. As in our own
-    loop, the prefill is no round, and drafts that the length limit leaves no room for do not count.
+    Drafts are the tokens that a forward got after the last one; the stream then repeats the accepted ones. As in our
+    own loop, the prefill is not a round, and drafts beyond the length limit do not count.
     """
 
-    def __init__(self, target, max_new_tokens: int):
+    def __init__(self, target: nn.Module, max_new_tokens: int):
         self.target, self.room = target, max_new_tokens
         self.stats, self._drafts = SpeculativeStats(), None
 
@@ -156,7 +160,7 @@ class LookupRounds:
         self._drafts = [] if is_prefill else kwargs["input_ids"][0, 1:].tolist()
 
     def on_tokens(self, new_ids: list[int]) -> None:
-        drafts = self._drafts[: self.room - 1]
+        drafts = self._drafts[: self.room - 1]  # the target's own token takes the last place
         self.room -= len(new_ids)
         if drafts:
             agree = [a == b for a, b in zip(new_ids, drafts, strict=False)]
@@ -164,7 +168,9 @@ class LookupRounds:
             self.stats.num_accepted.append(num_leading(agree))
 
 
-def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int) -> dict:
+def timed_call(
+    target: nn.Module, options: dict, ids: list[int], *, max_new_tokens: int, temperature: float, seed: int
+) -> dict:
     """One `generate` call of a batch of one, with the `options` of a method (`methods.py`).
 
     Returns its figures under the names of a record. `decoding_seconds` are those from the first token to the end, and
@@ -180,12 +186,12 @@ def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, te
         lookup = None
         if "prompt_lookup_num_tokens" in options:
             lookup = stack.enter_context(LookupRounds(target, max_new_tokens))
-        stamps = Stamps(lookup and lookup.on_tokens)
+        timestamps = Timestamps(lookup and lookup.on_tokens)
         torch.manual_seed(seed)
         output = target.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
-            streamer=stamps,
+            streamer=timestamps,
             max_new_tokens=max_new_tokens,
             return_dict_in_generate=True,
             **(sampling if temperature > 0 else {"do_sample": False}),
@@ -196,8 +202,8 @@ def timed_call(target, options: dict, ids: list[int], *, max_new_tokens: int, te
     return {
         "num_prompt_tokens": len(ids),
         "num_new_tokens": len(new_ids),
-        "num_timed_tokens": len(new_ids) - stamps.num_first,
-        "decoding_seconds": stamps.last - stamps.first,
+        "num_timed_tokens": len(new_ids) - timestamps.num_first,
+        "decoding_seconds": timestamps.last - timestamps.first,
         "num_steps": len(clock.step_s),
         "step_seconds": sum(clock.step_s),
         "verify_seconds": sum(clock.verify_s),

@@ -1,12 +1,12 @@
-"""Experiments on a drafter: would it accept more if it were fed, placed or read another way than its config says?
+"""Experiments on a drafter: would more drafts be accepted if its input, positions or output differed from its config?
 
     hyperdflash check examples/tiny/target examples/tiny/drafter
 
 The target's own texts are cut into blocks and scored as in training, first as the config says (`Pair.configured`),
-then in every way of `all_trials`. A drafter does best the way it was trained, so another way that is clearly better
-says what went wrong. The drafter computes in fp32 here; nothing of the pair is changed.
+then in each way of `all_trials`. A drafter is best the way it was trained, so a way that is clearly better tells what
+went wrong. The drafter computes in fp32 here; neither model is changed.
 
-Legend: T positions, A anchors, K block, S slots (K - 1), D hidden, m residual paths, N blocks of all texts.
+Legend: T positions, A anchors, K block size, S slots (K - 1), D hidden size, m residual paths, N blocks of all texts.
 """
 
 import copy
@@ -25,15 +25,15 @@ from ..common.console import progress_is_hidden
 from ..generation.decoding import timed_greedy
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..target_hyperdflash import ResidualTap
-from ..training.blocks import attention_masks, make_blocks, previous_ids
+from ..training.blocks import Blocks, attention_masks, make_blocks, previous_ids
 from ..training.init import spread_layers
 from ..training.losses import drafter_loss
 from ..training.target import TargetHead
 
-MIN_BLOCKS = 16  # fewer say nothing
-CHUNK = 128  # blocks in one forward
-# Another way is clearly better when it accepts this much more a block, in drafts and relatively, and when drafts and
-# cross-entropy gain by so many standard errors, block by block. (Neighbouring blocks overlap, so these are too small.)
+MIN_BLOCKS = 16  # fewer are too noisy to judge by
+CHUNK = 128  # blocks per forward
+# Another way is clearly better if it accepts so many more drafts per block, absolutely and relatively, and if drafts
+# and cross-entropy improve by so many standard errors. (Blocks overlap, so the standard errors are underestimated.)
 MIN_GAIN, MIN_RELATIVE_GAIN, MIN_Z = 0.25, 0.15, 3.0
 
 MASK, STATE, OUTPUT = "mask token", "tapped state", "norm and head"
@@ -46,8 +46,8 @@ RETRAIN = "train it on what decoding feeds, or feed that in decoding"
 
 @dataclass
 class Text:
-    """`ids` `(1, T)`; blocks start at every `anchors` `(1, A)`; `states` are layer outputs `(1, T, m, D)` by layer, on
-    the target's device."""
+    """`ids` and loss `mask` `(1, T)`; `states` are layer outputs `(1, T, m, D)` by layer, on the target's device;
+    a block starts at each of the `anchors` `(1, A)`."""
 
     ids: torch.LongTensor
     mask: torch.LongTensor
@@ -62,18 +62,18 @@ class Text:
 
 
 class Score(NamedTuple):
-    """Of all blocks: `correct` and `valid` `(N, S)`, `ce` `(N, S)`, 0 where a slot has no label."""
+    """For all blocks: `correct`, `valid` and cross-entropy `ce`, each `(N, S)`; `ce` is 0 for a slot without label."""
 
     correct: torch.Tensor
     valid: torch.Tensor
     ce: torch.Tensor
 
     def accepted(self, num_slots: int | None = None) -> torch.Tensor:
-        """Leading right drafts of each block, `(N,)`."""
+        """Number of leading correct drafts of each block, `(N,)`."""
         return self.correct[:, :num_slots].long().cumprod(-1).sum(-1).float()
 
     def cross_entropy(self, num_slots: int) -> torch.Tensor:
-        """Of each block, `(N,)`: the mean over its slots."""
+        """Mean cross-entropy over the slots of each block, `(N,)`."""
         return self.ce[:, :num_slots].sum(-1) / self.valid[:, :num_slots].sum(-1).clamp(min=1)
 
 
@@ -82,11 +82,11 @@ class Pair:
     """A target, its drafter, and the texts they are judged on.
 
     Attributes:
-        prompts (`list[torch.LongTensor]`): `(1, T)` each, what the target answers; on its device.
-        given (`list[tuple[list[int], list[int]]]`): ids and loss mask of conversations whose answers came with the
-            prompts.
-        special_ids (`dict[str, int]`): tokens that a text cannot contain, or only as markup.
-        mode (`str`): of the chat encoding that the prompts are in.
+        prompts (`list[torch.LongTensor]`): `(1, T)` each, on the target's device.
+        given (`list[tuple[list[int], list[int]]]`): ids and loss mask of the conversations that have an answer
+            already.
+        special_ids (`dict[str, int]`): the tokenizer's added tokens, which are not ordinary text.
+        mode (`str`): mode of the chat encoding that the prompts are in.
     """
 
     target: nn.Module
@@ -105,7 +105,7 @@ class Pair:
 
     @cached_property
     def model(self) -> HyperDFlashModel:
-        """The drafter in fp32, so that only real differences are seen."""
+        """The drafter in fp32, so that rounding does not blur differences."""
         return copy.deepcopy(self.drafter).float()
 
     @cached_property
@@ -116,13 +116,13 @@ class Pair:
 
     @cached_property
     def drafted(self) -> list:
-        """The same with the drafter."""
+        """The outputs of `generate` with the drafter on the same prompts."""
         bar = tqdm(self.prompts, desc="Drafting", leave=False, disable=progress_is_hidden())
         return [timed_greedy(self.target, prompt, self.max_new_tokens, self.drafter)[0] for prompt in bar]
 
     @cached_property
     def own(self) -> list[Text]:
-        """The target's own texts. Raises `ValueError` when they are too short to judge by."""
+        """The target's own texts. Raises `ValueError` if they are too short to judge by."""
         lengths = [prompt.shape[1] for prompt in self.prompts]
         masks = [(torch.arange(ids.shape[1]) >= n).long()[None] for ids, n in zip(self.plain, lengths, strict=True)]
         texts = [self.text(ids, mask) for ids, mask in zip(self.plain, masks, strict=True)]
@@ -138,7 +138,7 @@ class Pair:
         layers = self.layers_read()
         with ResidualTap(self.target, layers) as tap:
             self.target.model(ids.to(self.target.device), use_cache=False)
-            residuals = tap.take().to(self.target.device)  # the last layer's may be another
+            residuals = tap.take().to(self.target.device)  # the last layer may be on another
         states = residuals.split(self.target.config.hidden_size, dim=-1)
         return Text(ids.cpu(), mask.cpu(), dict(zip(layers, states, strict=True)))
 
@@ -146,6 +146,7 @@ class Pair:
         """Target layers that any trial reads."""
         near = {i + shift for i in self.config.target_layer_ids for shift in (-1, 0, 1)}
         if self.config.reducer == "fc":
+            # A confused fc drafter may have read any of these
             near |= {self.last, *spread_layers(self.last + 1, self.config.hc_mult)}
         return sorted(i for i in near if 0 <= i <= self.last)
 
@@ -154,26 +155,36 @@ class Pair:
 
     @cached_property
     def configured(self) -> Score:
-        """The target's own texts, as the drafter's config says."""
+        """The score of the target's own texts, as the drafter's config says."""
         return self.measure(self.own)
 
     @torch.no_grad()
-    def hidden(self, text: Text, anchors, *, model=None, state=None, offset=0, mask=None, output=None):
-        """The drafter's output `(A, K, D)` at anchors `(1, A)`, with its blocks: the trainer's path.
+    def hidden(
+        self,
+        text: Text,
+        anchors: torch.LongTensor,
+        *,
+        model: HyperDFlashModel | None = None,
+        state: Callable[[dict[int, torch.Tensor]], torch.Tensor] | None = None,
+        offset: int = 0,
+        mask: int | None = None,
+        output: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, Blocks]:
+        """The drafter's output `(A, K, D)` at anchors `(1, A)`, and its blocks, computed as in training.
 
         Args:
-            model: the drafter, or one that differs from it in its config.
-            state: makes the context from the states by layer.
-            offset: of the blocks' positions.
-            mask: token, instead of the config's.
-            output: makes the output from the states before and after the drafter's last norm.
+            model: the drafter, or a copy with another config.
+            state: maps the states by layer to the context.
+            offset: added to the blocks' positions.
+            mask: the mask token, if not the config's.
+            output: maps the states before and after the drafter's last norm to its output.
         """
         model, T, device = model or self.model, text.ids.shape[1], self.target.device
         config = model.config
         mask_id = self.config.mask_token_id if mask is None else mask
         blocks = make_blocks(text.ids, text.mask, anchors, block_size=config.block_size, mask_token_id=mask_id)
-        blocks.position_ids[:, T:] += offset
-        before = []
+        blocks.position_ids[:, T:] += offset  # the context keeps its own
+        before = []  # the input of the drafter's last norm, which its output does not tell
         handle = model.norm.register_forward_pre_hook(lambda module, args: before.append(args[0]))
         try:
             after = model(
@@ -187,8 +198,10 @@ class Pair:
         hidden = after if output is None else output(before[0], after)
         return hidden.view(-1, config.block_size, hidden.shape[-1]), blocks
 
-    def measure(self, texts: list[Text], *, lm_head: torch.Tensor | None = None, first_slot: int = 1, **options):
-        """The `Score` of all blocks; options as in `hidden`. `first_slot` predicts the token behind the anchor."""
+    def measure(
+        self, texts: list[Text], *, lm_head: torch.Tensor | None = None, first_slot: int = 1, **options
+    ) -> Score:
+        """The `Score` of all blocks; options as in `hidden`. `first_slot` predicts the token after the anchor."""
         rows = []
         lm_head = self.head.lm_head if lm_head is None else lm_head
         for text in texts:
@@ -203,22 +216,24 @@ class Pair:
 
     @torch.no_grad()
     def sequential(self, blocks, slots: torch.Tensor) -> dict:
-        """What the loss needs of a Markov head, for the slots `(A, S, D)` with the true tokens before them."""
+        """The Markov head's arguments of the loss, for slots `(A, S, D)` that follow the true tokens."""
         if (head := self.model.markov_head) is None:
             return {}
         previous = previous_ids(blocks).view(len(slots), -1)[:, 1 : 1 + slots.shape[1]]
         return {"markov_states": head.states(previous.to(slots.device), slots), "markov_w2": head.markov_w2}
 
     @torch.no_grad()
-    def variant(self, **changes) -> HyperDFlashModel:
-        """The drafter with the same weights, which it shares, under another config."""
+    def with_config(self, **changes) -> HyperDFlashModel:
+        """A drafter with another config that shares the weights."""
         config = copy.deepcopy(self.config)
         for name, value in changes.items():
             setattr(config, name, value)
+        # Made without weights, then given those of the drafter
         with torch.device("meta"):
             model = type(self.model)(config).eval()
-        model.confidence_head = self.model.confidence_head  # which may have been taken off
+        model.confidence_head = self.model.confidence_head  # may have been removed
         model.load_state_dict(self.model.state_dict(), assign=True)
+        # Its frequencies are a buffer that no state dict holds, so they are still on meta
         model.rotary_emb = Qwen3RotaryEmbedding(config).to(self.target.device)
         return model
 
@@ -228,14 +243,15 @@ class Pair:
 
     @cached_property
     def clearly_better(self) -> list["Trial"]:
-        """Trials that beat the configured way, the lowest loss first: that is what training made low."""
-        assert len(self.configured.ce)  # first of all: the texts have a bar of their own
+        """Trials that beat the configured way, lowest cross-entropy first, as that is what training minimises."""
+        assert len(self.configured.ce)  # computed first, as it has a progress bar of its own
         bar = tqdm(self.trials, desc="Experiments", leave=False, disable=progress_is_hidden())
         compared = [trial._replace(**self.compare(self.measure(self.own, **trial.options()))) for trial in bar]
         return sorted((trial for trial in compared if trial.is_better), key=lambda trial: -trial.ce_gain)
 
     def compare(self, score: Score) -> dict:
-        """The fields of a `Trial` that a score decides."""
+        """The fields of a `Trial` that follow from its score."""
+        # With a later first slot there is one slot fewer
         S = min(score.correct.shape[1], self.configured.correct.shape[1])
         base = self.configured.accepted(S)
         gain, error = mean_and_error(score.accepted(S) - base)
@@ -245,7 +261,7 @@ class Pair:
 
 
 def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
-    """The mean of `(N,)` and its standard error."""
+    """The mean of `values` `(N,)` and its standard error."""
     return float(values.mean()), float(values.std()) / len(values) ** 0.5
 
 
@@ -253,15 +269,15 @@ def mean_and_error(values: torch.Tensor) -> tuple[float, float]:
 
 
 class Trial(NamedTuple):
-    """One other way to run the drafter.
+    """Another way to run the drafter.
 
     Attributes:
-        check (`str`): the check it belongs to.
-        what (`str`): ends "the drafter was trained ...".
-        fix (`str`): what to do where it is the better way.
-        options: makes the options of `Pair.measure`, as late as possible.
-        gain, ce_gain (`float`): drafts a block that it accepts more, and by how much its cross-entropy is lower.
-        is_better (`bool`): beyond doubt.
+        check (`str`): the check that reports it.
+        what (`str`): completes "the drafter was trained ...".
+        fix (`str`): what to do if it is the better way.
+        options: returns the options of `Pair.measure`; called late, as it may make a model.
+        gain, ce_gain (`float`): how many more drafts per block are accepted, and how much lower the cross-entropy is.
+        is_better (`bool`): whether it is clearly better.
     """
 
     check: str
@@ -284,7 +300,7 @@ def all_trials(pair: Pair) -> Iterator[Trial]:
 
 
 def final_states(pair: Pair):
-    """What people feed instead of the final residual: (what, the state, the fix unless it is another training)."""
+    """What people feed instead of the final residual: (what, its state, the fix, empty if it is to train again)."""
     last, m, head = pair.last, pair.config.hc_mult, pair.head
 
     def on_all_paths(reduced):
@@ -294,13 +310,14 @@ def final_states(pair: Pair):
         return states[last].transpose(2, 3).reshape(states[last].shape)
 
     yield "the normed last hidden state, the same on all paths", on_all_paths(lambda x: head.norm(head.hc_head(x))), ""
-    yield "the collapsed state behind hc_head, the same on all paths", on_all_paths(head.hc_head), ""
+    yield "the collapsed state after hc_head, the same on all paths", on_all_paths(head.hc_head), ""
     yield "the average of the paths, the same on all paths", on_all_paths(lambda x: x.mean(2)), ""
     yield "the residual with its paths in reverse order", lambda states: states[last].flip(2), ""
     yield "the residual with paths and channels interleaved", interleaved, ""
     if last:
         yield f"the residual one layer early, of layer {last - 1}", lambda states: states[last - 1], ""
-    if pair.config.reducer == "fc":  # its matrix has the shape of as many tapped layers as there are paths
+    # fc's matrix fits m residual paths as well as m tapped layers, so that one can be taken for the other
+    if pair.config.reducer == "fc":
         ids = spread_layers(last + 1, m)
         fix = f"set context_source to 'hidden_layers' and target_layer_ids to {ids}"
         if len(ids) == m:
@@ -309,7 +326,7 @@ def final_states(pair: Pair):
 
 
 def layer_states(pair: Pair):
-    """As `final_states`, for tapped layers."""
+    """Like `final_states`, for tapped layers."""
     ids, last = pair.config.target_layer_ids, pair.last
     for other in ([i + 1 for i in ids], [i - 1 for i in ids], ids[::-1]):
         if other != ids and min(other) >= 0 and max(other) <= last:
@@ -337,9 +354,9 @@ def shifted_states(pair: Pair):
 
 
 def outputs(pair: Pair):
-    """What may stand between the last layer and the logits: (what, options)."""
+    """What may be between the last layer and the logits: (what, options)."""
     norm = pair.head.norm
-    yield "with the target's final norm behind its own", {"output": lambda before, after: norm(after)}
+    yield "with the target's final norm after its own", {"output": lambda before, after: norm(after)}
     yield "with the target's final norm instead of its own", {"output": lambda before, after: norm(before)}
     yield "without a final norm", {"output": lambda before, after: before}
     if pair.head.lm_head is not pair.head.embedding:
@@ -354,14 +371,14 @@ def position_trials(pair: Pair) -> Iterator[Trial]:
     bases = {float(p["rope_theta"]) for p in pair.target.config.rope_parameters.values() if "rope_theta" in p}
     for base in sorted(bases - {float(rope["rope_theta"])}):
         fix = f"set rope_theta in its config to {base:g} (it says {rope['rope_theta']:g})"
-        options = lambda base=base: {"model": pair.variant(rope_parameters={**rope, "rope_theta": base})}  # noqa: E731
+        options = lambda base=base: {"model": pair.with_config(rope_parameters={**rope, "rope_theta": base})}  # noqa: E731
         yield Trial(POSITIONS, f"with the target's rope_theta {base:g}", fix, options)
     fix = "train it again with rotary frequencies in fp32"
     yield Trial(POSITIONS, "with rotary frequencies rounded to bf16", fix, lambda: {"model": rounded_rope(pair)})
 
 
 def rounded_rope(pair: Pair) -> HyperDFlashModel:
-    model = pair.variant()
+    model = pair.with_config()
     model.rotary_emb.inv_freq = model.rotary_emb.inv_freq.bfloat16().float()
     return model
 
@@ -379,10 +396,10 @@ def setting_trials(pair: Pair) -> Iterator[Trial]:
         name, value = next(iter(change.items()))
         fix = "enlarge sliding_window" if name == "layer_types" else f"set {name} to {value:g}"
         said = config.sliding_window if name == "layer_types" else getattr(config, name)
-        options = lambda change=change: {"model": pair.variant(**change)}  # noqa: E731
+        options = lambda change=change: {"model": pair.with_config(**change)}  # noqa: E731
         yield Trial(SETTINGS, what, f"{fix} in its config (it says {said})", options)
     for slot, tokens in (
-        (0, "slot k predicting the token behind its own"),
+        (0, "slot k predicting the token after its own"),
         (2, "slot k predicting the token before its own"),
     ):
         fix = "slot k of a block, counted from the anchor's 0, predicts the token at anchor + k: train it so"
@@ -393,7 +410,7 @@ def setting_trials(pair: Pair) -> Iterator[Trial]:
 
 
 def mask_candidates(pair: Pair, most: int = 24) -> dict[str, int]:
-    """Other tokens that may have been the mask: the tokenizer's special ones, placeholders first."""
+    """Other tokens that may have been the mask token: the tokenizer's special ones, placeholders first."""
     rows = len(pair.head.embedding)
     others = {n: i for n, i in pair.special_ids.items() if i != pair.config.mask_token_id and i < rows}
     ranked = sorted(others, key=lambda name: not re.search("mask|hold|pad|unused|reserved", name.lower()))

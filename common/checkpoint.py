@@ -364,3 +364,22 @@ def check_drafter_type(name: str, revision: str | None = None) -> None:
     model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     if model_type != "hyperdflash":
         raise ValueError(f"{name} is not a HyperDFlash drafter: its model_type is {model_type}")
+
+
+def encoding_mismatch(config: PreTrainedConfig | None, mode: str, generation: str) -> str | None:
+    """How prompts differ from the texts that a drafter was trained on, in one sentence; None where they do not.
+
+    A drafter accepts less in a mode or generation of the chat encoding that it never saw.
+
+    Args:
+        config: the drafter's; an assistant without `encoding` in its config (an MTP module) is never told apart.
+        mode, generation: of the prompts, as in `encode_with_mask`.
+    """
+    trained = getattr(config, "encoding", None) or {}
+    modes, other_generation = trained.get("modes") or [mode], trained.get("generation") or generation
+    parts = []
+    if mode not in modes:
+        parts.append(f"on {' and '.join(modes)} texts, but the prompts are in {mode} mode")
+    if other_generation != generation:
+        parts.append(f"for generation {other_generation} of the chat encoding, but the prompts are for {generation}")
+    return f"was trained {', and '.join(parts)}" if parts else None

@@ -22,18 +22,21 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from hyperdflash.__main__ import main
 from hyperdflash.benchmark import benchmark as module
 from hyperdflash.benchmark import environment
+from hyperdflash.benchmark import methods as methods_module
 from hyperdflash.benchmark.benchmark import Benchmark, Plan, call_seed
-from hyperdflash.benchmark.methods import Arm, checkpoint_labels, load_arms, parse_methods, split_revision
+from hyperdflash.benchmark.methods import Variant, checkpoint_labels, find_checkpoints, load_variants, parse_methods
 from hyperdflash.benchmark.prompt_sets import Prompt, PromptSet
 from hyperdflash.benchmark.records import Records
 from hyperdflash.benchmark.timing import timed_call
+from hyperdflash.common.checkpoint import TargetCheckpoint
 from hyperdflash.common.console import UsageError
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
-PLAIN = Arm("target-only", None, {})
+PLAIN = Variant("target-only", None, {})
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +102,7 @@ class Oracle(ScriptedDrafter):
         super().propose(request, choose)
 
 
-def oracle(target, texts, plan) -> Arm:
+def oracle(target, texts, plan) -> Variant:
     drafter = Oracle(tiny_drafter_config(target)).eval()
     drafter.texts, drafter.plan = texts, plan
     return {"assistant_model": drafter, "num_assistant_tokens": 3}
@@ -110,12 +113,12 @@ def prompt_set(*numbers_of_turns) -> PromptSet:
     return PromptSet("talk", [Prompt(i, tuple(f"{i} {w}" for w in words[:n])) for i, n in enumerate(numbers_of_turns)])
 
 
-def measure(target, tokenizer, folder, arms, sets, *, temperatures=(0.0,), max_new_tokens=10):
-    """Results of the arms, without the command line; and the benchmark itself."""
+def measure(target, tokenizer, folder, variants, sets, *, temperatures=(0.0,), max_new_tokens=10):
+    """Results of the variants, without the command line; and the benchmark itself."""
     encoding = {"effort": None, "generation": "preview"}
     plan = Plan(sets, ["non-thinking"], list(temperatures), [0], encoding, max_new_tokens)
     with Records(folder, {"datasets": {}}) as records:
-        bench = Benchmark(target, tokenizer, arms, plan, records)
+        bench = Benchmark(target, tokenizer, variants, plan, records)
         bench.run()
     return bench.results(complete=True), bench
 
@@ -147,7 +150,7 @@ def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path
     """https://github.com/vllm-project/vllm/pull/17908, https://github.com/SafeAILab/EAGLE/issues/95
 
     Five turns of 10 tokens: one from the prefill, nine from rounds of up to three drafts. A round never drafts more
-    than the limit leaves room for beside the target's own token, and a step without drafts is no round.
+    than the limit leaves room for beside the target's own token, and a step without drafts is not a round.
     """
     sets = [prompt_set(1, 2, 2)]
     texts = greedy_texts(sets)
@@ -159,8 +162,8 @@ def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path
         "two": lambda text: 2,
         "first turns": lambda text: ALWAYS if text in first_turns else 0,
     }
-    arms = [PLAIN, *(Arm(name, None, oracle(target, texts, plan)) for name, plan in plans.items())]
-    results, _ = measure(target, tokenizer, tmp_path / "out", arms, sets)
+    variants = [PLAIN, *(Variant(name, None, oracle(target, texts, plan)) for name, plan in plans.items())]
+    results, _ = measure(target, tokenizer, tmp_path / "out", variants, sets)
     rows = {row["method"]: row for row in results["rows"]}
     assert {row["num_new_tokens"] for row in rows.values()} == {50}
     assert results["lossless"]["num_compared"] == 20
@@ -202,23 +205,23 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
             self()
             return super().draft(*args)
 
-    arm = Arm("right", None, oracle(target, texts, lambda text: ALWAYS))
-    arm.assistant.__class__ = Timed
+    variant = Variant("right", None, oracle(target, texts, lambda text: ALWAYS))
+    variant.assistant.__class__ = Timed
 
     def spend(model, args, kwargs):
         clock.now += 10 if kwargs["input_ids"].shape[1] == 1 else 12
 
-    put = module.timed_call.__globals__["Stamps"].put_round
+    put = module.timed_call.__globals__["Timestamps"].put_round
 
-    def put_slowly(stamps, new_ids, *args):
-        put(stamps, new_ids, *args)
+    def put_slowly(timestamps, new_ids, *args):
+        put(timestamps, new_ids, *args)
         clock.now += len(new_ids)
 
     monkeypatch.setattr(time, "perf_counter", clock)
-    monkeypatch.setattr(module.timed_call.__globals__["Stamps"], "put_round", put_slowly)
+    monkeypatch.setattr(module.timed_call.__globals__["Timestamps"], "put_round", put_slowly)
     handle = target.model.register_forward_pre_hook(spend, with_kwargs=True)
     try:
-        results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, arm], sets)
+        results, _ = measure(target, tokenizer, tmp_path / "out", [PLAIN, variant], sets)
     finally:
         handle.remove()
     plain, row = results["rows"]
@@ -237,11 +240,11 @@ def test_with_a_synthetic_clock_the_ratio_is_the_hand_value(target, tokenizer, t
     assert row["attainable_speedup"] == pytest.approx(3 * 11 / (34 / 3 + 4 / 3 + 1))
 
 
-NUMBERS = (None, 2, 3)  # of drafts, of three arms
+NUMBERS = (None, 2, 3)  # of drafts, of three variants
 
 
-def lookup_arms() -> list[Arm]:
-    return [PLAIN, *(Arm(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in NUMBERS[1:])]
+def lookup_arms() -> list[Variant]:
+    return [PLAIN, *(Variant(f"prompt-lookup:{n}", None, {"prompt_lookup_num_tokens": n}) for n in NUMBERS[1:])]
 
 
 @pytest.fixture
@@ -288,8 +291,8 @@ def test_later_turns_follow_the_targets_own_answer_for_every_method(target, toke
 
     monkeypatch.setattr(module, "timed_call", spy)
     monkeypatch.setattr(module, "WARM_UP_TOKENS", 2)
-    arm = Arm("m", None, {"assistant_model": tiny_drafter(target), "num_assistant_tokens": 3})
-    measure(target, tokenizer, tmp_path, [PLAIN, arm], [prompt_set(3)], temperatures=[1.0], max_new_tokens=12)
+    variant = Variant("m", None, {"assistant_model": tiny_drafter(target), "num_assistant_tokens": 3})
+    measure(target, tokenizer, tmp_path, [PLAIN, variant], [prompt_set(3)], temperatures=[1.0], max_new_tokens=12)
     assert asked[None] == asked[3]
     records = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
     plain = [record["new_ids"] for record in records if record["method"] == "target-only"]
@@ -316,7 +319,7 @@ def test_rounds_of_prompt_lookup_are_counted_exactly(temperature, monkeypatch):
         figures = timed_call(target, {"prompt_lookup_num_tokens": 4}, ids, **options)
         text = ids + figures["new_ids"]
         drafts, accepted = [], []
-        for start, candidates in proposed[1:]:  # the prefill is no round
+        for start, candidates in proposed[1:]:  # the prefill is not a round
             candidates = candidates[: len(ids) + options["max_new_tokens"] - start - 1]
             if candidates:
                 drafts.append(len(candidates))
@@ -348,11 +351,11 @@ class Liar(ScriptedDrafter):
 
 
 def with_liar(monkeypatch):
-    def load(methods, target, checkpoint, dtype):
+    def load(methods, target, dtype):
         liar = Liar(tiny_drafter_config(target)).eval().follow(torch.zeros((1, 1), dtype=torch.long), 0)
-        return [PLAIN, Arm(methods[1].label, None, {"assistant_model": liar, "num_assistant_tokens": 3})]
+        return [PLAIN, Variant(methods[1].label, None, {"assistant_model": liar, "num_assistant_tokens": 3})]
 
-    monkeypatch.setattr(module, "load_arms", load)
+    monkeypatch.setattr(module, "load_variants", load)
 
 
 def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
@@ -365,7 +368,7 @@ def test_a_method_that_changes_a_token_is_caught(command, monkeypatch, capsys):
     assert difference["gap"] > results["lossless"]["tie_gap"]
     out = capsys.readouterr().out
     assert "FAILED: 1 of 1" in out
-    assert "NOT a tie" in out
+    assert "NOT rounding" in out
 
 
 def test_a_difference_at_a_tie_is_explained_and_no_failure(command, monkeypatch):
@@ -402,6 +405,16 @@ def test_an_answer_that_only_ends_elsewhere_is_a_difference(command, monkeypatch
     assert (difference["gap"], difference["explained"]) == (None, False)
 
 
+def test_plain_decoding_alone_says_what_it_did(command, tmp_path, capsys):
+    status, results = command(methods=("target-only",))
+    assert (status, results["lossless"]["num_compared"]) == (0, 0)
+    out = capsys.readouterr().out
+    assert "Lossless check not made: only target-only was measured." in out
+    assert "no pictures: only target-only was measured" in out
+    assert "one: 1 prompt, no interval." in out
+    assert not (tmp_path / "out" / "speedup.png").exists()
+
+
 def test_sampled_answers_are_not_compared(command, capsys):
     status, results = command("--temperatures", "1")
     assert status == 0
@@ -430,7 +443,7 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
         *("records.jsonl", "settings.json", "results.json", "results.csv", "table.md", "command.txt"),
         *("acceptance.png", "speedup.png"),
     }
-    # 7 arms, 2 modes; greedy once, sampling with two seeds
+    # 7 variants, 2 modes; greedy once, sampling with two seeds
     assert len(results["rows"]) == 7 * 2 * 3
     assert {row["num_new_tokens"] for row in results["rows"]} == {6}
     labels = [row["checkpoint"] for row in results["rows"] if row["method"] == "hyperdflash:3"]
@@ -444,7 +457,7 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
     assert "all 12 greedy answers" in capsys.readouterr().out
     table = (tmp_path / "out" / "table.md").read_text()
     assert table.count("**") == 2 * 4
-    for sentence in ("Above temperature 0 every method samples", "prompt-lookup's loop is transformers' own"):
+    for sentence in ("Above temperature 0 each method samples", "prompt-lookup runs in transformers' own loop"):
         assert sentence in table
         assert sentence in results["definitions"]
 
@@ -462,7 +475,7 @@ def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command
     assert ids[0] == ids[1] != ids[2]
 
 
-def test_the_same_command_goes_on_behind_a_torn_line(command, tmp_path, monkeypatch):
+def test_the_same_command_resumes_after_a_torn_line(command, tmp_path, monkeypatch):
     whole = command(prompts=("two.jsonl",), out=tmp_path / "whole")[1]
     _, first = command(prompts=("two.jsonl",))
     assert first["resumed"] == 0
@@ -709,21 +722,21 @@ def no_hub(*args, **kwargs):
     raise ConnectionError("no network here")
 
 
-def test_a_set_that_cannot_be_had_is_said_and_the_others_go_on(command, tmp_path, monkeypatch, capsys):
+def test_a_set_that_cannot_be_downloaded_is_skipped_and_reported(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     status, results = command("--datasets", "gsm8k")
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
     assert results["missing_sets"] == ["gsm8k"]
-    assert "had, and so were not gone on with: gsm8k." in (tmp_path / "out" / "table.md").read_text()
-    assert "the set gsm8k (openai/gsm8k) cannot be had: no network here" in capsys.readouterr().err
-    # Later it can be had: the run goes on with it
+    assert "Skipped sets (not available): gsm8k." in (tmp_path / "out" / "table.md").read_text()
+    assert "the set gsm8k (openai/gsm8k) could not be downloaded: no network here" in capsys.readouterr().err
+    # Once it is there, the run resumes with it
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 2?"}])
     status, results = command("--datasets", "gsm8k")
     assert (status, results["resumed"]) == (0, 2)
     assert {row["dataset"] for row in results["rows"]} == {"one", "gsm8k"}
     assert "2 calls were measured by an earlier run" in (tmp_path / "out" / "table.md").read_text()
-    # And is another set then
+    # With other rows it is another set
     monkeypatch.setattr("datasets.load_dataset", lambda *args, **kwargs: [{"question": "2 + 3?"}])
     assert command("--datasets", "gsm8k")[0] == 1
 
@@ -732,7 +745,7 @@ def test_without_any_set_nothing_is_written(command, monkeypatch, tmp_path, caps
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     assert command("--datasets", "gsm8k", prompts=()) == (1, None)
     assert not (tmp_path / "out").exists()
-    assert "no set is left" in capsys.readouterr().err
+    assert "there is no prompt set to measure" in capsys.readouterr().err
 
 
 def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_path, capsys):
@@ -743,8 +756,11 @@ def test_prompts_that_are_too_long_are_left_out_counted_and_said(command, tmp_pa
     assert [row["num_prompts"] for row in results["rows"]] == [2, 2]
     assert sorted((x["prompt"], x["turn"]) for x in results["left_out"]) == [(1, 0), (2, 1)]
     assert all(x["num_prompt_tokens"] > 2040 for x in results["left_out"])
-    assert "longer than 2040 tokens: 2 of some" in capsys.readouterr().out
-    assert "longer than 2040 tokens: 2 of some" in (tmp_path / "out" / "table.md").read_text()
+    assert "longer than 2040 tokens, left out entirely or from a later turn on: 2 of some" in capsys.readouterr().out
+    assert (
+        "longer than 2040 tokens, left out entirely or from a later turn on: 2 of some"
+        in (tmp_path / "out" / "table.md").read_text()
+    )
 
 
 def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_path, capsys):
@@ -752,7 +768,7 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
     status, results = command(prompts=(str(tmp_path / "long.jsonl"), "one.jsonl"))
     assert status == 1
     assert {row["dataset"] for row in results["rows"]} == {"one"}
-    assert "no prompt of long (non-thinking) is short enough" in capsys.readouterr().err
+    assert "all prompts of long (non-thinking) are too long" in capsys.readouterr().err
     status, results = command(prompts=(str(tmp_path / "long.jsonl"),), out=tmp_path / "none")
     assert (status, results["rows"]) == (1, [])
 
@@ -765,10 +781,10 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
     [
         ({"methods": ("hyperdflesh:6=a/final",)}, "unknown method 'hyperdflesh'"),
         ({"methods": ("hyperdflash:6",)}, "needs a drafter, as in hyperdflash:6=FOLDER"),
-        ({"methods": ("hyperdflash=a/final",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:0",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:three",)}, "say how many drafts a round"),
-        ({"methods": ("mtp:3=",)}, "a checkpoint behind '=' or ',' is empty"),
+        ({"methods": ("hyperdflash=a/final",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:0",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:three",)}, "give the number of drafts per round"),
+        ({"methods": ("mtp:3=",)}, "a checkpoint after '=' or ',' is empty"),
         ({"methods": ("prompt-lookup:3=a/final",)}, "takes no checkpoint"),
         ({"methods": ("target-only:3",)}, "takes neither"),
         ({"methods": ("mtp:3", "mtp:3")}, "twice"),
@@ -831,7 +847,7 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
     [
         (
             "dflash:3=a/final",
-            "no drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its configuration has",
+            "not a drafter of method dflash (context_source 'hidden_layers', draft_head 'none'): its",
         ),
         (
             "hyperdflash:3=mean",
@@ -843,8 +859,8 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
         ),
         ("hyperdflash:3=markov", "method hyperdflash+markov or hyperdflash+markov+confidence"),
         ("mean:3=dflash", "reducer 'fc', draft_head 'none', draft_confidence False, which is method dflash"),
-        ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens a round (block_size 4"),
-        ("hyperdflash:3=target", "is not a HyperDFlash drafter"),
+        ("hyperdflash:4=a/final", "hyperdflash:4: a/final drafts at most 3 tokens per round (block_size 4"),
+        ("hyperdflash:3=target", "HyperDFlash drafter"),
         ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
         ("mtp:3", "holds no native MTP module"),
         ("mtp:3=a/final", "holds no native MTP module"),
@@ -866,6 +882,26 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     plain, confident = (row for row in results["rows"] if row["num_rounds"])
     assert plain["spec_decode_num_draft_tokens"] > 2 * plain["num_rounds"]
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--modes", "non-thinking"), None),
+        (("--modes", "non-thinking", "thinking"), "on non-thinking texts, but the prompts are in thinking mode"),
+        (("--generation", "0731"), "for generation preview of the chat encoding, but the prompts are for 0731"),
+    ],
+    ids=str,
+)
+def test_a_drafter_trained_on_other_texts_is_told_once(command, target, tmp_path, capsys, options, words):
+    drafter = tiny_drafter(target)
+    drafter.config.encoding = {"generation": "preview", "modes": ["non-thinking"]}
+    drafter.save_pretrained(tmp_path / "own")
+    methods = [f"hyperdflash:{number}={tmp_path / 'own'}" for number in (2, 3)]
+    assert command(*options, methods=[*methods, "mtp:2=mtp"])[0] == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    said = f"hyperdflash benchmark: warning: own was trained {words}; it will accept less"
+    assert warnings == ([] if words is None else [said])
 
 
 def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(command, world, monkeypatch, tmp_path, capsys):
@@ -902,8 +938,6 @@ def test_one_revision_reaches_all_files(command, monkeypatch, world):
     monkeypatch.setattr(module, "load_target", load)
     assert command("--target-revision", "v1") == (1, None)
     assert asked == ["v1", "commit"]
-    assert split_revision("org/drafter@v2") == ("org/drafter", "v2")
-    assert split_revision("a/final") == ("a/final", None)
 
 
 def test_a_revision_of_a_folder_is_refused(command, capsys):
@@ -953,12 +987,40 @@ def test_a_folder_typed_in_two_ways_has_one_short_name(world, monkeypatch):
 def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypatch):
     monkeypatch.chdir(world)
     methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=./a/final", "mtp:1=mtp", "mtp:5=mtp"])
-    checkpoint = SimpleNamespace(name="target", folder=world / "target", revision=None)
-    arms = load_arms(methods, target, checkpoint, "float32")
-    assert arms[1].assistant is arms[2].assistant
-    assert arms[3].assistant is arms[4].assistant
-    assert [arm.options["num_assistant_tokens"] for arm in arms[1:]] == [2, 3, 1, 5]
-    assert arms[4].assistant.max_drafts == 5
+    variants = load_variants(find_checkpoints(methods, TargetCheckpoint("target")), target, "float32")
+    assert variants[1].assistant is variants[2].assistant
+    assert variants[3].assistant is variants[4].assistant
+    assert [variant.options["num_assistant_tokens"] for variant in variants[1:]] == [2, 3, 1, 5]
+    assert variants[4].assistant.max_drafts == 5
+
+
+def test_a_drafter_of_the_hub_is_loaded_from_the_commit_that_was_checked(world, target, monkeypatch):
+    """A branch may move in between. Each checkpoint is looked up once."""
+    folder, asked, resolved = str(world / "a" / "final"), [], []
+    own_load = methods_module.load_drafter
+
+    def resolve(name, revision):
+        resolved.append((name, revision))
+        return "c0ffee"
+
+    def config(name, revision=None):
+        asked.append((name, revision))
+        return HyperDFlashConfig.from_pretrained(folder)
+
+    def load(name, revision, dtype, target):
+        asked.append((name, revision))
+        return own_load(folder, None, dtype, target)
+
+    monkeypatch.setattr(methods_module, "resolve_revision", resolve)
+    monkeypatch.setattr(methods_module, "check_drafter_type", lambda name, revision: asked.append((name, revision)))
+    monkeypatch.setattr(methods_module, "HyperDFlashConfig", SimpleNamespace(from_pretrained=config))
+    monkeypatch.setattr(methods_module, "load_drafter", load)
+    checkpoint = TargetCheckpoint(world / "target")
+    plain, method = find_checkpoints(parse_methods(["hyperdflash:3=org/drafter@main"]), checkpoint)
+    load_variants([plain, method], target, "float32")
+    assert resolved == [("org/drafter", "main")]
+    assert asked == [("org/drafter", "c0ffee")] * 3
+    assert [c.identity for c in method.checkpoints] == ["c0ffee"]
 
 
 # -------------------------------------------------------------------------------------------------------------- traces

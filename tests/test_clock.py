@@ -53,20 +53,20 @@ def test_the_recorder_of_rounds_waits_as_the_clock_does(waits, monkeypatch):
 def test_inside_the_targets_forward_nothing_is_waited_for(monkeypatch):
     """Its embedding and head are hooked for the drafter's sake; two waits more a token would slow down plain decoding
     more than drafted."""
-    target, stamps = tiny_target(), []
+    target, readings = tiny_target(), []
     own = module.time_at_rest
-    monkeypatch.setattr(module, "time_at_rest", lambda devices: stamps.append(None) or own(devices))
+    monkeypatch.setattr(module, "time_at_rest", lambda devices: readings.append(None) or own(devices))
     clock = Clock(target)
     with clock.running():
         greedy(target, random_ids(4), 5)
     assert len(clock.step_s) == 4
-    assert len(stamps) == 2 * 5
+    assert len(readings) == 2 * 5
     drafter = tiny_drafter(target)
     clock = Clock(target, drafter)
     with clock.running():
-        stamps.clear()
+        readings.clear()
         out = greedy(target, random_ids(4), 12, assistant_model=drafter, return_dict_in_generate=True)
     rounds = len(out.speculation.num_drafts)
     assert len(clock.draft_by_round) == rounds
-    assert len(stamps) == 2 * (1 + len(clock.step_s)) + 6 * rounds  # embedding, drafter and head of every draft
+    assert len(readings) == 2 * (1 + len(clock.step_s)) + 6 * rounds  # embedding, drafter and head of every draft
     assert sum(clock.draft_s) > sum(clock.draft_by_round)

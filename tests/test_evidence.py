@@ -9,6 +9,7 @@ import torch
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.benchmark.methods import parse_methods
+from hyperdflash.common.colors import method_styles
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.target_hyperdflash import ResidualTap
@@ -120,8 +121,8 @@ ROWS = [
 def test_a_checkpoints_figure_is_its_mean_over_sets_and_the_spread_is_over_checkpoints():
     own = evidence.rows_of(ROWS, "hyperdflash:6")
     assert evidence.means(own, "acceptance_length") == pytest.approx([4.5, 4.7])
-    assert evidence.spread([4.5, 4.7]) == "4.60 ± 0.14"
-    assert evidence.spread([4.5]) == "4.50"
+    assert evidence.mean_and_deviation([4.5, 4.7]) == "4.60 ± 0.14"
+    assert evidence.mean_and_deviation([4.5]) == "4.50"
     assert evidence.rows_of(ROWS, "hyperdflash:6", temperature=1) == []
 
 
@@ -233,3 +234,18 @@ def test_the_first_drafts_along_a_text_are_those_of_decoding_it(kind, monkeypatc
     anchors = torch.tensor([position for position, _ in rounds])
     got = along(drafter, target, ids, residual, anchors)
     torch.testing.assert_close(got, torch.cat([logits for _, logits in rounds]), atol=1e-4, rtol=1e-4)
+
+
+def test_learning_curves_have_the_names_and_colours_of_the_benchmark(monkeypatch):
+    from matplotlib.figure import Figure
+
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **kwargs: figures.append(figure))
+    for group, runs in evidence.CURVES.items():
+        evidence.draw_learning(group)
+        rows = evidence.read_rows(group)
+        methods = [next(row["method"] for row in rows if row["method"].startswith(method)) for method in runs.values()]
+        styles = method_styles(methods)
+        lines = figures[-1].axes[0].get_lines()
+        assert [line.get_label() for line in lines] == [evidence.NAMES[group][method] for method in runs.values()]
+        assert [line.get_color() for line in lines] == [styles[method]["color"] for method in methods]

@@ -163,6 +163,6 @@ def test_a_set_that_cannot_be_had_is_named(monkeypatch):
 
         monkeypatch.setattr(datasets, "load_dataset", load_dataset)
         with pytest.raises(
-            OSError, match=r"the set gsm8k \(openai/gsm8k\) cannot be had: (no network|odd|'question')"
+            OSError, match=r"the set gsm8k \(openai/gsm8k\) could not be downloaded: (no network|odd|'question')"
         ):
             fetch("gsm8k")

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from hyperdflash.__main__ import main
+from hyperdflash.benchmark import plot
+from hyperdflash.benchmark.methods import DRAFTERS
 from hyperdflash.benchmark.plot import acceptance_curve
 from hyperdflash.benchmark.report import (
     bootstrap,
@@ -22,6 +24,7 @@ from hyperdflash.benchmark.report import (
     token_notes,
 )
 
+ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)", "threads": 1}
 LOSSLESS = {"num_compared": 4, "num_ties": 0, "num_unexplained": 0, "tie_gap": 0.001}
 RESULTS = {
     "complete": True,
@@ -30,8 +33,9 @@ RESULTS = {
     "left_out": [],
     "max_prompt_tokens": 100,
     "lossless": LOSSLESS,
+    "environment": ENVIRONMENT,
+    "rows": [],
 }
-ENVIRONMENT = {"target_fingerprint": "f00d", "dtype": "float32", "device": "cpu (abacus)", "threads": 1}
 CELL = {"checkpoint": None, "dataset": "s", "mode": "non-thinking", "temperature": 0.0, "seed": 0, "turn": 0}
 
 
@@ -56,7 +60,7 @@ def record(method, prompt, *, tokens, seconds, drafts=None, accepted=None, steps
 
 
 def two_prompts():
-    """Prompt 0 with one turn, prompt 1 with two; a drafter of three drafts a round."""
+    """Prompt 0 with one turn, prompt 1 with two; a drafter with three drafts per round."""
     return [
         record("target-only", 0, tokens=8, seconds=8.0, steps=(8, 8.0, 6.0, 0.0)),
         record("m:3", 0, tokens=8, seconds=4.0, drafts=[3, 3], accepted=[3, 3], steps=(2, 4.0, 2.5, 0.5)),
@@ -92,7 +96,7 @@ def test_the_speedup_is_the_ratio_of_all_tokens_over_all_seconds():
     assert (row["draft_share"], row["verify_share"], row["other_share"]) == (2 / 12, 8 / 12, 2 / 12)
     assert (plain["step_seconds"], plain["verify_seconds"], plain["other_seconds"]) == (1.0, 0.75, 0.25)
     assert row["step_seconds"] == 2.0
-    # 2.5 tokens a round, each round a verification, a draft, and what a plain step needs besides
+    # 2.5 tokens per round; each round has a verification, a draft, and the rest of a plain step
     assert row["attainable_speedup"] == pytest.approx(2.5 * 1.0 / (8 / 6 + 2 / 6 + 0.25))
     assert row["efficiency"] == pytest.approx(1.5 / row["attainable_speedup"])
 
@@ -155,7 +159,7 @@ def test_prompt_lookups_drafting_is_not_told_apart():
     assert row["draft_share"] is row["draft_seconds"] is None
     assert (row["verify_share"], row["other_share"]) == (2.5 / 4, 1.5 / 4)
     assert row["attainable_speedup"] is not None
-    assert "prompt-lookup's loop is transformers' own" in to_markdown([row], [])
+    assert "prompt-lookup runs in transformers' own loop" in to_markdown([row], [])
     assert "transformers' own" not in to_markdown([row | {"method": "m:3"}], [])
 
 
@@ -205,7 +209,7 @@ def test_the_table_has_methods_down_and_sets_across():
         "| m:3 | 2.10x ± 0.14 | 3.20 ± 0.28 | 1.10x ± 0.14 | 2.20 ± 0.28 | 1.60x ± 0.14 | 2.70 ± 0.28 |",
         "| n:6 | 3.00x | 4.00 | – | – | – | – |",  # no average over some of the sets
     ]
-    assert "tau = 1 + accepted drafts a round: it counts the target's own token" in text
+    assert "tau = 1 + accepted drafts per round: it includes the target's own token" in text
     assert "±: standard deviation over checkpoints and seeds." in text
     assert text.endswith("A note.\n")
 
@@ -232,10 +236,10 @@ def test_new_tokens_are_told_where_methods_wrote_different_numbers():
         row("m:3", "b", 2.0, 3.0, temperature=1.0, checkpoint="x", num_new_tokens=2000),
         *(row(method, "a", 1.0, None) for method in ("target-only", "m:3")),
     ]
-    notes = ["New tokens of a run, non-thinking, temperature 1: target-only 2,010, m:3 2,009."]
+    notes = ["New tokens per run, non-thinking, temperature 1: target-only 2,010, m:3 2,009."]
     assert token_notes(rows) == notes
     assert notes[0] in to_markdown(rows, [])
-    assert "Above temperature 0 every method samples" in to_markdown(rows, [])
+    assert "Above temperature 0 each method samples" in to_markdown(rows, [])
     assert "samples" not in to_markdown(rows[-2:], [])
 
 
@@ -273,14 +277,39 @@ def test_the_json_has_every_row_on_a_line_of_its_own_and_loses_nothing():
 
 
 def test_the_lossless_line_says_what_was_found():
-    results = RESULTS
-    assert "passed: all 4 greedy answers" in lossless_line(results)
-    ties = lossless_line({"complete": True, "lossless": LOSSLESS | {"num_ties": 1}})
-    assert "passed: 3 of 4" in ties
-    assert "of both tokens are within 0.001, a rounding tie" in ties
-    assert "FAILED: 2 of 4" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_unexplained": 2}})
-    assert "not made" in lossless_line({"complete": True, "lossless": LOSSLESS | {"num_compared": 0}})
-    assert "INCOMPLETE" in lossless_line({"complete": False, "lossless": LOSSLESS})
+    assert "passed: all 4 greedy answers" in lossless_line(RESULTS)
+    assert "INCOMPLETE" in lossless_line(RESULTS | {"complete": False})
+    nothing = RESULTS | {"lossless": LOSSLESS | {"num_compared": 0}}
+    rows = [row("target-only", "a", 1.0, None), row("m:3", "a", 2.0, 3.0)]
+    assert "not made: only target-only was measured." in lossless_line(nothing | {"rows": rows[:1]})
+    assert "not made: no answer was compared at temperature 0." in lossless_line(nothing | {"rows": rows})
+
+
+def with_differences(dtype, gaps, num_unexplained):
+    """Four greedy answers, of which some have parted from target-only's."""
+    differences = [{"gap": gap} for gap in gaps]
+    counts = {"num_ties": len(gaps) - num_unexplained, "num_unexplained": num_unexplained}
+    rows = [row("m:3", "a", 2.0, 3.0, differences=differences)]
+    environment = ENVIRONMENT | {"dtype": dtype}
+    return RESULTS | {"lossless": LOSSLESS | counts, "rows": rows, "environment": environment}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gaps", "num_unexplained", "words"),
+    [
+        ("float32", [5e-4], 0, ["passed: 1 of 4 greedy answers (25.0%) differ", "all at ties", "up to 0.0005"]),
+        ("bfloat16", [0.0, 5e-4], 0, ["passed: 2 of 4 greedy answers (50.0%) differ", "all at ties", "up to 0.0005"]),
+        ("bfloat16", [0.1, 0.45], 0, ["inconclusive in bfloat16: 2 of 4 greedy answers (50.0%)", "up to 0.45 apart"]),
+        ("bfloat16", [0.1, 0.65], 1, ["FAILED: 2 of 4 greedy answers (50.0%)", "1 of them", "up to 0.65 apart"]),
+        ("float32", [5e-4, None], 1, ["FAILED: 2 of 4 greedy answers (50.0%)", "are infinitely far apart"]),
+    ],
+    ids=str,
+)
+def test_the_share_that_differs_and_the_largest_gap_are_said(dtype, gaps, num_unexplained, words):
+    """In bfloat16 a gap of 0.45 is not a tie, whatever rounding may do."""
+    line = lossless_line(with_differences(dtype, gaps, num_unexplained))
+    assert all(word in line for word in words), line
+    assert (None not in gaps and max(gaps) < 1e-3) == ("passed" in line) == ("ties" in line)
 
 
 def test_what_a_run_lacks_is_noted():
@@ -289,9 +318,14 @@ def test_what_a_run_lacks_is_noted():
     notes = run_notes(RESULTS | {"resumed": 7, "missing_sets": ["gsm8k", "mbpp"], "left_out": left_out})
     assert notes[1:] == [
         "7 calls were measured by an earlier run of the same command.",
-        "Sets that could not be had, and so were not gone on with: gsm8k, mbpp.",
-        "Prompts left out, in whole or from a later turn on, as longer than 100 tokens: 2 of s.",
+        "Skipped sets (not available): gsm8k, mbpp.",
+        "Prompts longer than 100 tokens, left out entirely or from a later turn on: 2 of s.",
     ]
+
+
+def test_a_set_of_one_prompt_is_said_to_have_no_interval():
+    rows = [row("m:3", "a", 2.0, 3.0, num_prompts=1), row("m:3", "b", 2.0, 3.0)]
+    assert run_notes(RESULTS | {"rows": rows})[1:] == ["a: 1 prompt, no interval."]
 
 
 def test_the_curve_weighs_sets_equally_and_counts_positions_never_drafted_as_rejected():
@@ -325,6 +359,75 @@ def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, ca
         assert picture.startswith(b"\x89PNG")
         assert 5_000 < len(picture) < 300_000
     assert "both: table.md" in capsys.readouterr().out
+
+
+def bars(rows):
+    """The axes of the speed-ups, with the pictures' own style."""
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    for method, style in plot.method_styles(["m:3"]).items():
+        plot._draw_bars(axes, (0.0, 1.0), {**style, "label": method}, rows, ["a", "b"])
+    return axes
+
+
+def test_one_prompt_has_no_error_bar(monkeypatch):
+    rows = [row("m:3", "a", 2.0, 3.0, num_prompts=1, speedup_interval=None), row("m:3", "b", 2.0, 3.0)]
+    axes = bars(rows)
+    assert len(axes.patches) == 2
+    ((low, high),) = [segment[:, 1] for line in axes.collections for segment in line.get_segments()]
+    assert (low, high) == (pytest.approx(1.9), pytest.approx(2.2))
+    assert not bars(rows[:1]).collections
+    axes = pictured(monkeypatch, rows)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["a\n1 prompt, no interval", "b"]
+    assert axes.get_ylabel() == "speed-up, 95% over prompts"
+    assert pictured(monkeypatch, rows[:1]).get_ylabel() == "speed-up"
+
+
+def pictured(monkeypatch, rows):
+    """The axes of `_draw_speedup`, before they become a PNG."""
+    with monkeypatch.context() as patch:
+        patch.setattr(plot, "_finish", lambda figure: figure.axes[0])
+        return plot._draw_speedup({"title": rows}, {"m:3": {"color": "#000000", "label": "m:3"}})
+
+
+def test_an_error_bar_is_seen_on_a_bar_of_any_colour():
+    """A dark line with a light edge."""
+    (stem,) = bars([row("m:3", "a", 2.0, 3.0)]).collections
+    (effect,) = stem.get_path_effects()
+    assert effect._gc["foreground"] == "white"
+    assert effect._gc["linewidth"] > stem.get_linewidths()[0]
+
+
+def test_a_method_has_one_colour_in_all_pictures():
+    first = plot.method_styles(["hyperdflash:6", "mtp:6"])
+    second = plot.method_styles(["fc:6", "mtp:3", "mtp:6", "hyperdflash:3 (a)"])
+    assert first["mtp:6"]["color"] == second["mtp:6"]["color"] != second["mtp:3"]["color"]
+    assert first["hyperdflash:6"]["color"] == second["hyperdflash:3 (a)"]["color"]
+    labels = [
+        "mtp:6 (the target's own)",
+        "mtp:6 (mtp-42/final)",
+        *(f"{name}:6" for name in DRAFTERS),
+        "prompt-lookup:6",
+    ]
+    styles = plot.method_styles(labels)
+    assert len({style["color"] for style in styles.values()}) == len(labels)
+    assert list(styles) == labels
+
+
+def test_legends_have_the_names_of_a_table(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(plot, "_finish", lambda figure: seen.append(figure.axes[0]) or b"")
+    plot.draw_pictures(tmp_path, three_methods(), {"m:3": "The method (3)"})
+    labels = [axes.get_legend_handles_labels()[1] for axes in seen]
+    assert labels == [["The method (3)", "n:6"]] * 2
+
+
+def test_plot_of_plain_decoding_alone_says_that_there_is_nothing_to_draw(tmp_path, capsys):
+    folder = results_folder(tmp_path / "one", three_methods()[:2])
+    assert main(["plot", folder, "--output", str(tmp_path / "out")]) == 0
+    assert "table.md (no pictures: only target-only was measured)" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["table.md"]
 
 
 @pytest.mark.parametrize(
@@ -363,11 +466,11 @@ def test_plot_refuses_by_name_and_writes_nothing(case, tmp_path, capsys):
         argv.insert(2, results_folder(tmp_path / "two", [fewer]))
         message = f"it has other prompts or lengths than {folder}"
     elif case == "no rows":
-        message = "nothing was answered"
+        message = "no prompt was answered by all methods"
     elif case == "foreign output":
         out.mkdir()
         (out / "thesis.txt").write_text("x")
-        message = "holds no benchmark"
+        message = "is not a benchmark's folder"
     else:
         out.write_text("x")
         message = "is a file"

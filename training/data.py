@@ -52,7 +52,7 @@ class EncodingSettings:
     def __post_init__(self):
         if self.max_length < 3:  # one token of context, an anchor, and a token to predict
             raise ValueError(f"max_length must be at least 3, got {self.max_length}")
-        encoding.encode_messages([{"role": "user", "content": ""}], **self.chat_options())
+        encoding.check_options(**self.chat_options())
 
     def chat_options(self) -> dict:
         return {"mode": self.mode, "effort": self.effort, "generation": self.generation}

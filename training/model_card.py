@@ -15,6 +15,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCardData
 
+from ..common.colors import BLUE, GREEN, PINK, SKY, VERMILION
 from ..common.console import check_installed
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .run_folder import COMMAND_FILE, STATE_FILE, Run
@@ -48,15 +49,15 @@ LABELS = {
         "eval_acceptance_length": "real decoding",
     },
 }
-# Told apart by colour-blind eyes; slots from dark to light.
+# Slots from dark to light.
 COLORS = {
-    "loss": "#0072b2",
-    "ce": "#56b4e9",
-    "kl": "#cc79a7",
-    "eval_loss": "#d55e00",
-    "expected_acceptance_length": "#0072b2",
-    "eval_expected_acceptance_length": "#d55e00",
-    "eval_acceptance_length": "#009e73",
+    "loss": BLUE,
+    "ce": SKY,
+    "kl": PINK,
+    "eval_loss": VERMILION,
+    "expected_acceptance_length": BLUE,
+    "eval_expected_acceptance_length": VERMILION,
+    "eval_acceptance_length": GREEN,
 }
 SLOT_COLORS = ("#440154", "#443983", "#31688e", "#21918c", "#35b779", "#90d743", "#c8b100")
 MAX_POINTS = 400

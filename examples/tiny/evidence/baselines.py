@@ -1,12 +1,11 @@
-"""Train everything that the tiny world compares, one run after the other: `make tiny-baselines`. Resumable.
+"""Train all drafters that the documents compare, one after the other: `make tiny-baselines`. Resumable.
 
-    python examples/tiny/evidence/baselines.py                       # all runs, hours; goes on where it was stopped
+    python examples/tiny/evidence/baselines.py                       # all runs: hours; resumes after a stop
     python examples/tiny/evidence/baselines.py --only dflash-42      # one of them, or a group
 
-Every run has the text and the steps of the others of its group, by `training/recipes/tiny_headline.yaml`: the headline
-methods and the heads beyond the paper with three seeds at its whole budget, the ablations with one seed at a fifth
-of it. Weights go to `build/baselines/NAME/final`; what a run was and how it went becomes a line of
-`docs/results/training.jsonl` as it ends.
+All runs of a group have the same text and number of steps, from `training/recipes/tiny_headline.yaml`: the headline
+methods and the heads beyond the paper have three seeds and the whole budget, the ablations one seed and a fifth of it.
+Weights go to `build/baselines/NAME/final`; a finished run adds a line to `docs/results/training.jsonl`.
 """
 
 import argparse
@@ -31,12 +30,12 @@ from hyperdflash.training.target import TargetHead
 from hyperdflash.training.train import make_trainer, prepare
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILD = Path("examples/tiny/build")  # commands are run, and written down, as seen from the root
+BUILD = Path("examples/tiny/build")  # relative to the root, where commands are run
 RECIPE = "training/recipes/tiny_headline.yaml"
 RANDOM_GATE = BUILD / "baselines" / "random-gate-init"
 ABLATION_STEPS = 844
 SEEDS = (42, 43, 44)
-NOT_CURVES = ("eval_strategy=no",)  # one seed of a method shows how it learns
+NOT_CURVES = ("eval_strategy=no",)  # learning curves are drawn of one seed only
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Run:
         if self.is_mtp:
             return list(self.settings)
         from_weights = any(setting.startswith("init_from=") for setting in self.settings)
-        drafter = {} if from_weights else self.drafter_options  # weights bring their sizes
+        drafter = {} if from_weights else self.drafter_options  # sizes come with the weights
         return [f"output_dir={self.output}", f"seed={self.seed}", f"drafter={json.dumps(drafter)}", *self.settings]
 
     def command(self) -> list[str]:
@@ -93,7 +92,7 @@ class Run:
 
 
 HIDDEN = {"context_source": "hidden_layers", "reducer": "fc"}
-SAME_LAYERS = {**HIDDEN, "target_layer_ids": [1, 2, 3]}  # as four layers read, for drafters of fewer
+SAME_LAYERS = {**HIDDEN, "target_layer_ids": [1, 2, 3]}  # the layers that four would read, for drafters with fewer
 HIDDEN_FEATURES = f"features_dir={BUILD / 'features-hidden-layers'}"
 LAST_FEATURES = f"features_dir={BUILD / 'features-last-layers'}"
 MARKOV = {"draft_head": "markov", "markov_rank": 64}
@@ -169,7 +168,7 @@ HEADS = {
 
 
 def runs() -> list[Run]:
-    """All runs, in the order in which they are made."""
+    """All runs in order."""
     ablations = []
     for name, (what, drafter, settings) in ABLATIONS.items():
         settings = (*settings, f"max_steps={ABLATION_STEPS}", *NOT_CURVES)
@@ -195,7 +194,7 @@ def _with_seeds(group: str, methods: dict) -> list[Run]:
 
 
 def train(run: Run) -> None:
-    """Run its command, after what it needs. Raises `CalledProcessError`."""
+    """Make what the run needs, then run its command. Raises `CalledProcessError`."""
     if any(setting.startswith("features_dir=") for setting in run.settings):
         features = ["-m", "hyperdflash", "features", RECIPE, *run.overrides()]
         subprocess.run([sys.executable, *features], cwd=ROOT, check=True)
@@ -205,7 +204,7 @@ def train(run: Run) -> None:
 
 
 def write_random_gate() -> None:
-    """A new drafter whose gate does not come from the target."""
+    """A new drafter with a random gate instead of the target's."""
     args = load_recipe(RECIPE)
     head = TargetHead.load(args.features_dir)
     drafter = new_drafter(new_drafter_config(args, head.config), head.identity(), seed=SEEDS[0])  # the base run's
@@ -216,7 +215,7 @@ def write_random_gate() -> None:
 
 
 def summarize(run: Run) -> None:
-    """Write down what the run was, its budget, and its curve."""
+    """Record the run's settings, budget and learning curve."""
     state = read_state(list_checkpoints(ROOT / run.output)[-1])
     parameters, flops, tokens_an_epoch = costs(run, load_recipe(RECIPE, run.overrides()))
     steps = state["global_step"]
@@ -244,14 +243,14 @@ def summarize(run: Run) -> None:
 
 
 def write_summary(summary: dict) -> None:
-    """Add a run to the file, or replace what an earlier run of that name left; one run per line, by name."""
+    """Add a run to the file, or replace an earlier one of the same name; one run per line, sorted by name."""
     summaries = {**read_training(), summary["name"]: summary}
     text = "".join(json.dumps(summaries[name]) + "\n" for name in sorted(summaries))
     write_atomically(TRAINING_FILE, text.encode())
 
 
 def costs(run: Run, args) -> tuple[int, float, int]:
-    """Parameters, FLOP of forward and backward a token (matrix products, on sixteen texts), tokens an epoch."""
+    """Parameters, FLOP per token of forward and backward (matrix products, sixteen texts), tokens per epoch."""
     from train_mtp import load_module, mtp_loss  # beside this file
 
     parts = prepare(args)

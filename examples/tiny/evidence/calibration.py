@@ -1,10 +1,9 @@
-"""Is the confidence head right? Its estimates against what was accepted, on held-out prompts, at temperatures 0 and 1.
+"""Is the confidence head calibrated? Its estimates and the acceptance on held-out prompts at temperatures 0 and 1.
 
     python examples/tiny/evidence/calibration.py examples/tiny/drafter docs/results/heads  # calibration.json, .png
 
-All drafts of a block are verified (`verify_cost` 0), so that nothing is left out; a slot counts where it was reached,
-that is where all drafts before it were accepted. What stopping early would have been worth is counted on the same
-rounds, for several costs of one more verified token.
+All drafts of a block are verified (`verify_cost` 0); a slot counts if it was reached, that is if all drafts before it
+were accepted. The gain of verifying fewer drafts is computed on the same rounds, for several costs per verified token.
 """
 
 import argparse
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from hyperdflash.benchmark.prompt_sets import read_file
 from hyperdflash.benchmark.timing import timed_call
 from hyperdflash.common.checkpoint import load_drafter, load_target
+from hyperdflash.common.colors import GREY, OF_METHODS
 from hyperdflash.common.files import write_atomically
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
@@ -27,11 +27,11 @@ from hyperdflash.generation_hyperdflash import num_worth_verifying
 TINY = Path(__file__).resolve().parents[1]
 PROMPTS = [TINY / "build" / "prompts" / "heldout" / f"{domain}.jsonl" for domain in ("code", "math", "chat")]
 NUM_BINS = 10
-COSTS = (0.03, 0.1, 0.2)  # of one more verified token, where a round without drafts takes 1
+COSTS = (0.03, 0.1, 0.2)  # of one more verified token, relative to a round without drafts
 
 
 def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int) -> list[tuple[list[float], int]]:
-    """Of every round, the estimates of its drafts and how many were accepted."""
+    """For each round, the estimates of its drafts and how many were accepted."""
     rounds, estimates = [], []
     column = int(temperature > 0)
     hook = drafter.confidence_head.register_forward_hook(
@@ -52,7 +52,7 @@ def run_rounds(target, tokenizer, drafter, temperature: float, num_prompts: int)
 
 
 def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
-    """Rows of estimate and whether accepted, of every slot that was reached."""
+    """Rows (estimate, accepted) of all slots that were reached."""
     rows = [
         (estimate, slot < accepted)
         for block, accepted in rounds
@@ -62,7 +62,7 @@ def reached_slots(rounds: list[tuple[list[float], int]]) -> np.ndarray:
 
 
 def gains(rounds: list[tuple[list[float], int]], cost: float) -> dict[str, float]:
-    """Tokens a second with fewer drafts a round over those with all, where one more verified token costs `cost`.
+    """Tokens per second with fewer drafts per round, relative to all drafts, if one more verified token costs `cost`.
 
     `fixed` is the best number that is the same for all rounds, `confidence` stops by the estimates, and `known` at
     what will be accepted, which bounds the rest.
@@ -86,7 +86,7 @@ def gains(rounds: list[tuple[list[float], int]], cost: float) -> dict[str, float
 
 
 def bins_of(rows: np.ndarray) -> list[dict]:
-    """Slots by their estimate, in equal steps from 0 to 1."""
+    """Slots binned by their estimate, in equal steps from 0 to 1."""
     index = np.minimum((rows[:, 0] * NUM_BINS).astype(int), NUM_BINS - 1)
     return [
         {
@@ -116,18 +116,19 @@ def summary(rounds: list[tuple[list[float], int]]) -> dict:
 
 
 def draw(found: dict[str, dict], path: Path) -> None:
-    """The reliability plot: accepted against estimated, one panel a temperature, with the number of slots below."""
+    """The reliability plot: accepted against estimated, one panel per temperature, with the number of slots below."""
+    color = OF_METHODS["hyperdflash+markov+confidence"]
     figure = Figure(figsize=(8, 4.6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 2, sharex=True, height_ratios=(3, 1))
     for axes, count, (temperature, part) in zip(upper, lower, found.items(), strict=True):
         estimated, accepted, slots = zip(
             *((b["estimated"], b["accepted"], b["slots"]) for b in part["bins"]), strict=True
         )
-        axes.plot([0, 1], [0, 1], color="#7f7f7f", linewidth=1, linestyle="--")
-        axes.plot(estimated, accepted, color="#0072b2", marker="o")
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
+        axes.plot(estimated, accepted, color=color, marker="o", clip_on=False)
         axes.set(title=f"temperature {temperature}, error {part['calibration_error']:.3f}", xlim=(0, 1), ylim=(0, 1))
         axes.set_ylabel("accepted")
-        count.bar(estimated, slots, width=0.06, color="#0072b2")
+        count.bar(estimated, slots, width=0.06, color=color)
         count.set(xlabel="estimated", ylabel="slots")
         axes.grid(alpha=0.25)
     figure.savefig(path, metadata={"Software": None})

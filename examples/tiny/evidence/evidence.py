@@ -1,7 +1,7 @@
-"""The tables of docs/evidence.md, docs/heads.md and README.md, from docs/results: none is typed by hand.
+"""Writes the tables of docs/evidence.md, docs/heads.md and README.md from docs/results; none is typed by hand.
 
-    python examples/tiny/evidence/evidence.py              # writes the tables of the documents, and the learning.png
-    python examples/tiny/evidence/evidence.py --check      # exit status 1 if a document says anything else
+    python examples/tiny/evidence/evidence.py              # writes the tables of the documents, and their pictures
+    python examples/tiny/evidence/evidence.py --check      # exit status 1 if a document differs from the results
 
 A table stands between `<!-- NAME -->` and `<!-- end -->`. The results come from `hyperdflash benchmark`,
 `baselines.py`, `residual_paths.py`, `calibration.py`, `selector.py` and `first_slot.py`; `make tiny-baselines` and
@@ -16,7 +16,9 @@ from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 
-from hyperdflash.benchmark.report import spread, table
+from hyperdflash.benchmark.plot import draw_pictures
+from hyperdflash.benchmark.report import markdown_table, mean_and_deviation
+from hyperdflash.common.colors import method_styles
 from hyperdflash.common.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,22 +50,23 @@ TEXTS = {
     "texts-sampled/final": "answers sampled at temperature 1",
 }
 HEADLINE = ("hyperdflash", "mtp", "dflash", "mean", "fc")  # runs less their seed
-CURVES = {  # runs whose curves are drawn, with the colours and marks of the other pictures' palette
+CURVES = {  # runs whose learning curves are drawn, and the beginning of their method's line in the results
     "headline": {
-        "hyperdflash-42": ("HyperDFlash", "#0072b2", "o"),
-        "mean-42": ("mean", "#56b4e9", "s"),
-        "fc-42": ("fc", "#e69f00", "D"),
-        "dflash-42": ("vanilla DFlash", "#7f7f7f", "^"),
-        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+        "hyperdflash-42": "hyperdflash:6",
+        "mean-42": "mean:6",
+        "fc-42": "fc:6",
+        "dflash-42": "dflash:6",
+        "mtp-42": "mtp:6 (mtp",
     },
     "heads": {
-        "markov-42": ("HyperDFlash + Markov", "#009e73", "o"),
-        "mean-markov-42": ("mean + Markov", "#56b4e9", "s"),
-        "dspark-like-42": ("DSpark-like", "#cc79a7", "^"),
-        "hyperdflash-42": ("HyperDFlash", "#0072b2", "D"),
-        "mtp-42": ("MTP, trained further", "#d55e00", "v"),
+        "markov-42": "hyperdflash+markov:6",
+        "mean-markov-42": "mean+markov:6",
+        "dspark-like-42": "dspark-like:6",
+        "hyperdflash-42": "hyperdflash:6",
+        "mtp-42": "mtp:6 (mtp",
     },
 }
+NAMES = {"headline": METHODS, "heads": HEADS}
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
@@ -74,7 +77,7 @@ def read_rows(group: str) -> list[dict]:
 
 
 def read_training() -> dict[str, dict]:
-    """Summaries of training runs by name, as `baselines.py` writes them; none before the first run has ended."""
+    """Summaries of training runs by name, as `baselines.py` writes them; empty before the first run has ended."""
     if not TRAINING_FILE.exists():
         return {}
     with TRAINING_FILE.open(encoding="utf-8") as lines:
@@ -95,17 +98,17 @@ def means(rows: list[dict], name: str) -> list[float]:
 
 
 def figures(rows: list[dict], method: str, name: str, temperature: float) -> list[float]:
-    """A method's figure for each of its checkpoints; of `mtp:N`, of the better of the target's own module and the one
-    trained further."""
+    """A method's figure for each of its checkpoints; for `mtp:N`, that of the better module, the target's own or the
+    one trained further."""
     modules = [f"{method} (the target", f"{method} (mtp"] if method.startswith("mtp:") else [method]
     return max((means(rows_of(rows, module, temperature), name) for module in modules), key=fmean)
 
 
 def ratio(rows: list[dict], method: str, other: str, name: str, temperature: float) -> str:
-    """Of a method's figure to another's, seed by seed."""
+    """The ratio of two methods' figures, seed by seed."""
     ours, theirs = (figures(rows, which, name, temperature) for which in (method, other))
     theirs = theirs * len(ours) if len(theirs) == 1 else theirs
-    return spread([a / b for a, b in zip(ours, theirs, strict=True)])
+    return mean_and_deviation([a / b for a, b in zip(ours, theirs, strict=True)])
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -121,12 +124,12 @@ def speed_and_tau(group: str, methods: dict[str, str], temperature: float) -> st
         own = rows_of(rows, method, temperature)
         parts = [*([row for row in own if row["dataset"] == name] for name in sets), own]
         cells = [
-            spread(means(part, name), form)
+            mean_and_deviation(means(part, name), form)
             for part in parts
             for name, form in (("speedup", "{:.2f}x"), ("acceptance_length", "{:.2f}"))
         ]
         lines.append([label, *cells])
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def positions(group: str, methods: dict[str, str], temperature: float) -> str:
@@ -137,7 +140,7 @@ def positions(group: str, methods: dict[str, str], temperature: float) -> str:
         rates = [row["per_position_acceptance_rates"] for row in rows_of(rows, method, temperature)]
         rates = [fmean(column) for column in zip_longest(*rates, fillvalue=0.0)]
         lines.append([label, *(f"{rate:.2f}" for rate in rates), *["–"] * (6 - len(rates))])
-    return table(["method", *(str(k) for k in range(1, 7))], lines)
+    return markdown_table(["method", *(str(k) for k in range(1, 7))], lines)
 
 
 CLAIMS = (  # what, method it is compared with, figure, the paper's ratio at temperature 0 and 1 (non-thinking)
@@ -156,11 +159,11 @@ def claims() -> str:
     for what, other, name, *paper in CLAIMS:
         ours = [ratio(rows, "hyperdflash:6", other, name, temperature) for temperature in (0, 1)]
         lines.append([what, ours[0], paper[0], ours[1], paper[1]])
-    return table(["", "temperature 0", "paper", "temperature 1", "paper"], lines)
+    return markdown_table(["", "temperature 0", "paper", "temperature 1", "paper"], lines)
 
 
 def rounds() -> str:
-    """Where the time of a round goes, temperature 0, mean over sets and seeds."""
+    """Where the time of a round goes at temperature 0, mean over sets and seeds."""
     rows = read_rows("headline")
     lines = []
     for method, label in {"target-only": "plain decoding", **METHODS}.items():
@@ -169,11 +172,11 @@ def rounds() -> str:
         cells = ["–" if None in part else f"{1000 * fmean(part):.1f}" for part in seconds]  # of lookup none is told
         efficiency = [row["efficiency"] for row in own if row["efficiency"] is not None]
         lines.append([label, *cells, f"{fmean(efficiency):.2f}" if method != "target-only" else "–"])
-    return table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
+    return markdown_table(["method", "draft, ms", "verify, ms", "rest, ms", "speed-up / attainable"], lines)
 
 
 def training() -> str:
-    """What each headline run was given."""
+    """Size and budget of each headline run."""
     lines = []
     for name, run in read_training().items():
         if name.rpartition("-")[0] not in HEADLINE:
@@ -185,13 +188,13 @@ def training() -> str:
             f"{run['flops_per_token'] / 1e6:.0f}",
         ]
         lines.append([f"`{name}`", *cells, f"{last:.2f}" if last else "–"])
-    return table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
+    return markdown_table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
 
 
 def ablations() -> str:
-    """tau of every ablation on the held-out prompts, its difference to the method itself, and the first positions.
+    """tau of every ablation on the held-out prompts, its difference to the base run, and the first positions.
 
-    Drafters of other block sizes draft more or fewer tokens, so that only their positions compare.
+    Drafters with other block sizes draft more or fewer tokens: only their acceptance by position is comparable.
     """
     rows, runs = read_rows("ablations"), read_training()
     by_name = {}
@@ -207,21 +210,21 @@ def ablations() -> str:
         shown = [f"{rate:.2f}" for rate in rates[:3]]
         lines.append([f"`{name.removeprefix('ablation-')}`", runs[name]["what"], f"{tau:.2f}", difference, *shown])
     header = ["run", "", "tau", "difference", "position 1", "2", "3"]
-    return table(header, lines).replace("---:", "---", 1)
+    return markdown_table(header, lines).replace("---:", "---", 1)
 
 
 def seeds() -> str:
-    """What three seeds of an ablation's budget make of tau."""
+    """tau of three seeds with the budget of an ablation."""
     rows = read_rows("seeds")
     lines = []
     for method, label in (("hyperdflash:6", "`base`"), ("dflash:6", "`dflash`")):
         tau = means(rows_of(rows, method), "acceptance_length")
-        lines.append([label, *(f"{value:.2f}" for value in tau), spread(tau)])
-    return table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
+        lines.append([label, *(f"{value:.2f}" for value in tau), mean_and_deviation(tau)])
+    return markdown_table(["run", *(f"seed {seed}" for seed in (42, 43, 44)), "mean"], lines)
 
 
 def texts() -> str:
-    """tau of a drafter by the temperature of the text that it was trained on."""
+    """tau of a drafter, by the temperature of its training text."""
     rows = read_rows("texts")
     lines = []
     for checkpoint, label in TEXTS.items():
@@ -233,7 +236,7 @@ def texts() -> str:
             ]
         lines.append([label, *cells])
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
-    return table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
+    return markdown_table(["trained on", *(f"T {t}, {name}" for t in (0, 1) for name in (*sets, "mean"))], lines)
 
 
 def reducers() -> str:
@@ -245,11 +248,11 @@ def reducers() -> str:
             gate = f"{m * m * D:,} + {m + 1} gate, {m * D:,} norms"
             sizes.append({"hc_gate": gate, "fc": f"{m * D * D:,}", "mean": "0"}[name])
         lines.append([f"`{name}`", *sizes, starts])
-    return table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
+    return markdown_table(["reducer", "parameters at V4-Flash", "in the tiny world", "initialised"], lines)
 
 
 def paths() -> str:
-    """How much the tiny target's residual paths differ (`residual_paths.py`)."""
+    """How much the residual paths of the tiny target differ (`residual_paths.py`)."""
     found = json.loads((RESULTS / "paths.json").read_text())
     others = [value for i, row in enumerate(found["cosine"]) for value in row[i + 1 :]]
     lines = [
@@ -259,7 +262,7 @@ def paths() -> str:
         ["their standard deviation over positions", ", ".join(f"{x:.2f}" for x in found["gate_std"])],
         ["cosine of the gate's collapse and the plain mean", f"{found['cosine_of_collapse_and_mean']:.3f}"],
     ]
-    return table(["", "tiny target"], lines)
+    return markdown_table(["", "tiny target"], lines)
 
 
 def heads_claims() -> str:
@@ -276,19 +279,21 @@ def heads_claims() -> str:
         ):
             cells = [ratio(rows, method, other, name, temperature) for temperature in (0, 1)]
             lines.append([f"{what}, {HEADS[method]} / {HEADS.get(other, 'MTP')}", *cells])
-    return table(["", "temperature 0", "temperature 1"], lines)
+    return markdown_table(["", "temperature 0", "temperature 1"], lines)
 
 
 def calibration() -> str:
-    """The confidence head's error (`calibration.py`)."""
+    """The calibration error of the confidence head (`calibration.py`)."""
     found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
     names = ("calibration_error", "brier", "brier_of_mean")
     lines = [[t, f"{part['slots']:,}", *(f"{part[name]:.3f}" for name in names)] for t, part in found.items()]
-    return table(["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines)
+    return markdown_table(
+        ["temperature", "slots", "calibration error", "Brier score", "of the mean rate alone"], lines
+    )
 
 
 def stopping() -> str:
-    """What fewer drafts are worth where a verified token costs more (`calibration.py`)."""
+    """What it gains to verify fewer drafts if a verified token costs more (`calibration.py`)."""
     found = json.loads((RESULTS / "heads" / "calibration.json").read_text())
     lines = []
     for temperature, part in found.items():
@@ -296,15 +301,15 @@ def stopping() -> str:
             cells = [f"{gain['fixed']:.3f} ({gain['best_fixed_number']})", f"{gain['confidence']:.3f}"]
             lines.append([temperature, f"{gain['cost']:g}", *cells, f"{gain['known']:.3f}"])
     header = ["temperature", "cost of a draft", "best fixed number", "confidence", "acceptance known"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def selector() -> str:
-    """What the best path of a block would gain (`selector.py`)."""
+    """What drafting the most likely path of a block would gain (`selector.py`)."""
     found = json.loads((RESULTS / "heads" / "selector.json").read_text())
     base = found["slot by slot"]
     lines = [[name, f"{tau:.3f}", f"{tau / base - 1:+.1%}"] for name, tau in found.items()]
-    return table(["drafts", "tau", ""], lines)
+    return markdown_table(["drafts", "tau", ""], lines)
 
 
 def first_slot() -> str:
@@ -322,11 +327,11 @@ def first_slot() -> str:
             overlap = {temperature: f"{share:.2f}" for temperature, share in of["overlap"].items()}
             others = f"{overlap[lower]}, {overlap[higher]}"
             lines[-1] += [f"{of['same_token']:.2f}", overlap[own], others, f"{of['entropy']:.2f}"]
-    return table(header, lines)
+    return markdown_table(header, lines)
 
 
 def conditional(temperature: float) -> str:
-    """Of the drafts that are reached, how many are accepted, by domain."""
+    """The acceptance rate of the drafts that are reached, by domain."""
     rows = read_rows("heads")
     lines = []
     for name in dict.fromkeys(row["dataset"] for row in rows):
@@ -335,10 +340,10 @@ def conditional(temperature: float) -> str:
             rates = zip(*(row["conditional_acceptance_rates"] for row in own), strict=True)
             tau = fmean(row["acceptance_length"] for row in own)
             lines.append([name, HEADS[method], *(f"{fmean(rate):.2f}" for rate in rates), f"{tau:.2f}"])
-    return table(["", "method", *map(str, range(1, 7)), "tau"], lines)
+    return markdown_table(["", "method", *map(str, range(1, 7)), "tau"], lines)
 
 
-SHIPPED = {  # what lies in this folder -> method and checkpoint that were measured
+SHIPPED = {  # what examples/tiny contains -> method and checkpoint in the results
     "`drafter`": ("hyperdflash+markov+confidence:6", "markov-42/final"),
     "`drafter-paper`": ("hyperdflash:6", "hyperdflash-42/final"),
     "`target`'s own MTP module": ("mtp:6", None),
@@ -346,7 +351,7 @@ SHIPPED = {  # what lies in this folder -> method and checkpoint that were measu
 
 
 def tiny_pair() -> str:
-    """tau and speed-up of what is shipped."""
+    """tau and speed-up of the models in examples/tiny."""
     rows = read_rows("heads")
     sets = list(dict.fromkeys(row["dataset"] for row in rows))
     lines = []
@@ -356,7 +361,7 @@ def tiny_pair() -> str:
             tau, speedup = ([row[name] for row in own] for name in ("acceptance_length", "speedup"))
             cells = (f"{t:.2f}, {s:.2f}x" for t, s in zip([*tau, fmean(tau)], [*speedup, fmean(speedup)], strict=True))
             lines.append([label, str(temperature), *cells])
-    return table(["tau, speed-up", "temperature", *sets, "mean"], lines)
+    return markdown_table(["tau, speed-up", "temperature", *sets, "mean"], lines)
 
 
 TABLES = {
@@ -390,7 +395,17 @@ TABLES = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- picture
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def draw_benchmark(group: str) -> None:
+    """Acceptance and speed-up of a benchmark, under the names of its tables and in their order."""
+    found, rows, names = read_rows(group), [], {}
+    for method, label in NAMES[group].items():
+        own = [row for temperature in (0, 1) for row in rows_of(found, method, temperature)]
+        rows += own
+        names |= {row["method"]: label for row in own}
+    draw_pictures(RESULTS / group, sorted(rows, key=lambda row: row["temperature"]), names)
 
 
 def draw_learning(group: str) -> None:
@@ -400,11 +415,12 @@ def draw_learning(group: str) -> None:
     figure = Figure(figsize=(9.2, 4), dpi=120, layout="constrained")
     by_tokens, by_compute = figure.subplots(1, 2, sharey=True)
     runs = read_training()
-    for name, (label, color, marker) in CURVES[group].items():
+    styles = method_styles(list(CURVES[group].values()))
+    for name, method in CURVES[group].items():
         run = runs[name]
         tau = [point["acceptance_length"] for point in run["curve"]]
         tokens = [point["tokens"] / 1e6 for point in run["curve"]]
-        style = {"label": label, "color": color, "marker": marker, "markersize": 4.5, "linewidth": 1.5}
+        style = {**styles[method], "label": NAMES[group][method], "markersize": 4.5, "linewidth": 1.5}
         by_tokens.plot(tokens, tau, **style)
         by_compute.plot([t * run["flops_per_token"] / 1e6 for t in tokens], tau, **style)
     by_tokens.set(xlabel="training tokens, millions", ylabel="tau, validation prompts, temperature 0")
@@ -419,7 +435,7 @@ def draw_learning(group: str) -> None:
 
 
 def filled(document: str, text: str) -> str:
-    """The text of a document with its tables made anew. Raises `ValueError` where it has others than in `TABLES`."""
+    """The text of a document with new tables. Raises `ValueError` if its tables are not those of `TABLES`."""
     tables = TABLES[document]
     found = re.findall(r"<!-- ([^>]+?) -->\n.*?<!-- end -->", text, flags=re.DOTALL)
     if sorted(found) != sorted(tables):
@@ -447,6 +463,8 @@ def main() -> int:
             write_atomically(document, new.encode())
     for group in () if args.check else CURVES:
         draw_learning(group)
+    if not args.check:
+        draw_benchmark("headline")
     return 0
 
 

@@ -1,10 +1,10 @@
-"""How well is the first draft of a round known, on text that the target decodes greedily and on text that it samples?
+"""How good is the first draft of a round, on text that the target decodes greedily and on text that it samples?
 
     python examples/tiny/evidence/first_slot.py examples/tiny/build/baselines docs/results/heads/first_slot.json
 
-The first draft has the true token before it, with or without a sequential head: how well the slots of a block go
-together plays no part. Validation prompts, every position of the target's own continuations; compared are the
-target's distribution p at temperature 1 and the drafter's q, which drafts may be drawn from at other temperatures.
+The first draft follows a true token, with or without a sequential head, so that it does not depend on other drafts.
+At every position of the target's continuations of the validation prompts, it compares the target's distribution p at
+temperature 1 with the drafter's q, from which drafts may be drawn at other temperatures.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def drafts_of_mtp(mtp, target, ids: torch.LongTensor, residual: torch.Tensor, an
 
 
 def drafts_of_block(drafter, target, ids: torch.LongTensor, residual: torch.Tensor, anchors) -> torch.Tensor:
-    """Logits after each anchor `(N, V)`: those of the first draft of a block there."""
+    """Logits after each anchor `(N, V)`: those of the first draft of a block that starts there."""
     rows, noise_ids = [], drafter.new_noise_ids(ids.device)
 
     def choose(logits):

@@ -1,10 +1,10 @@
-"""How much the residual paths of the tiny target differ, on its validation texts: docs/results/paths.json.
+"""How much the residual paths of the tiny target differ on its validation texts: docs/results/paths.json.
 
     python examples/tiny/evidence/residual_paths.py
 
-A gate can only be worth something where paths say different things. Written are the cosine between every two paths,
-the share of their energy outside their mean, the weights that the target's own gate gives them (mean and standard
-deviation over positions), and the cosine between the gate's collapse and the plain mean.
+A gate can only help if the paths differ. The file has the cosine between every two paths, the share of their energy
+outside their mean, the weights that the target's gate gives them (mean and standard deviation over positions), and
+the cosine between the gate's collapse and the plain mean.
 """
 
 import json
@@ -25,7 +25,7 @@ OUTPUT = ROOT / "docs" / "results" / "paths.json"
 
 @torch.no_grad()
 def residuals(args) -> tuple[torch.Tensor, torch.Tensor]:
-    """Residuals `(N, m, D)` of all positions of the validation texts, and the target's weights of paths `(N, m)`."""
+    """Residuals `(N, m, D)` at all positions of the validation texts, and the gate's weights of the paths `(N, m)`."""
     target, _ = load_target(args.target, None, "float32")
     rows, _ = load_recipe_data(args, args.eval_data, AutoTokenizer.from_pretrained(args.target))
     found = []

@@ -1,10 +1,10 @@
-"""Would a path selector pay? tau when the likeliest path of a block is drafted, instead of choices slot by slot.
+"""Would a path selector help? tau if the most likely path of a block is drafted instead of the best token per slot.
 
     python examples/tiny/evidence/selector.py DRAFTER docs/results/heads/selector.json
 
-A path scores the sum of its log-probabilities under the drafter with its Markov head; the best one is found by
-dynamic programming over the k tokens of each slot that end the best paths so far. Validation prompts, temperature 0.
-This search needs no further training; a selector with scores of its own, trained to be accepted, may do better.
+The score of a path is the sum of its log-probabilities under the drafter with its Markov head; the best one is found
+by dynamic programming over the k tokens of each slot that end the best paths so far. Validation prompts, temperature
+0. This search needs no training; a selector trained for acceptance may do better.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def best_path(
 
 
 def select_paths(drafter, num_candidates: int) -> None:
-    """From now on the drafter drafts best paths. Greedy decoding alone."""
+    """Make the drafter draft best paths; for greedy decoding only."""
 
     def propose(self, request: DraftRequest, choose) -> None:
         hidden, _ = self.draft_hidden(request)

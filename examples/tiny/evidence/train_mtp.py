@@ -1,10 +1,10 @@
-"""Train the tiny target's native MTP module further, on the text that the target wrote: the stronger MTP baseline.
+"""Train the tiny target's native MTP module further on text written by the target: the stronger MTP baseline.
 
     python examples/tiny/evidence/train_mtp.py --seed 42    # resumes; needs the features of `hyperdflash features`
 
-Data, stored residuals, budget and batches are those of `training/recipes/tiny_headline.yaml`, which the drafters are
-trained by. As in its own training, the module predicts one token from the target's residual; its steps on its own
-output are never trained. Writes `build/baselines/mtp-SEED/final/model.safetensors`.
+Data, stored residuals, budget and batches are those of `training/recipes/tiny_headline.yaml`, the drafters' recipe. As
+in its original training, the module predicts one token from the target's residual and is not trained on its own
+output. Writes `build/baselines/mtp-SEED/final/model.safetensors`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class MTPTrainer(EpochTrainer):
     """Cross-entropy of the token after the next one; evaluation is real decoding with six drafts.
 
     Args:
-        recipe (`HyperDFlashTrainingArguments`): what the drafters are trained by.
+        recipe (`HyperDFlashTrainingArguments`): the drafters' recipe.
         target, features: the target, and its stored residuals (`OfflineFeatures`).
     """
 
@@ -69,7 +69,7 @@ def load_module(target: str, config) -> DeepseekV4MTP:
 
 
 def mtp_loss(model, features, batch: dict) -> torch.Tensor:
-    """Cross-entropy of the tokens that the target wrote after its own."""
+    """Cross-entropy of tokens written by the target that follow another token of the target."""
     input_ids, supervised = batch["input_ids"], batch["loss_mask"].bool()
     next_ids, residual, head = input_ids[:, 1:-1], features(batch).residual[:, :-2].float(), features.head
     hidden, _ = model(head.embed(next_ids).float(), residual, next_ids)
@@ -130,7 +130,7 @@ def main() -> None:
         eval_dataset=SampleDataset(eval_rows),
     )
     whole = [folder for folder in list_checkpoints(out) if read_state(folder) is not None]
-    if whole and read_state(whole[-1])["global_step"] >= recipe.max_steps:  # the library would take one step more
+    if whole and read_state(whole[-1])["global_step"] >= recipe.max_steps:  # the Trainer would take one more step
         trainer._load_from_checkpoint(str(whole[-1]))
     else:
         trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
