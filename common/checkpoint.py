@@ -86,9 +86,9 @@ class TargetCheckpoint:
     """
 
     def __init__(self, target: str | Path, revision: str | None = None):
-        source, self.revision = resolve_checkpoint(target, revision)
+        source, revision = resolve_checkpoint(target, revision)
         self.folder = Path(source).resolve() if Path(source).is_dir() else None
-        self.name = target_name(source)
+        self.name, self.revision = recorded_name(source, revision)
         raw = read_json(self.file("config.json"))
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
@@ -143,10 +143,17 @@ class TargetCheckpoint:
             return torch.cat([part[int(i) : int(i) + 1] for i in rows(found[0])])
 
 
-def target_name(target: str | Path) -> str:
-    """The Hub id, or a folder's own name."""
+def recorded_name(target: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+    """What a drafter records of its target: Hub id and commit, also those of a snapshot in the Hub's cache; of another
+    folder its own name."""
     folder = Path(target).expanduser()
-    return folder.resolve().name if folder.is_dir() else str(target)
+    if not folder.is_dir():
+        return str(target), revision
+    folder = folder.resolve()
+    repository = folder.parent.parent.name  # models--org--name/snapshots/COMMIT
+    if folder.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/"), folder.name
+    return folder.name, revision
 
 
 def resolve_checkpoint(given: str | Path, revision: str | None = None) -> tuple[str, str | None]:

@@ -77,3 +77,10 @@ def written_whole(output: Path, *, overwrite: bool = False):
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def copy_encoding(folder: str | Path) -> None:
+    """Add DeepSeek-V4's chat encoding, which `save_pretrained` does not know of, to a drafter's folder: V4 has no chat
+    template, so a user of the folder could not make a prompt otherwise."""
+    name = "encoding_deepseek_v4.py"
+    shutil.copyfile(Path(__file__).parents[1] / name, Path(folder) / name)

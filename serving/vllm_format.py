@@ -3,8 +3,8 @@
 vLLM's DFlash parser takes the drafter for a Qwen3 model of architecture `DFlashHyperDraftModel`, which the plug-in in
 `serving/vllm_plugin` brings. Layers and norms have the names of public DFlash drafters, gate and heads keep their own
 (`reducer.`, `markov_head.`, `confidence_head.`); embedding and LM head are the target's. `config.json` also holds the
-drafter's whole configuration under `hyperdflash_config`, which the plug-in checks against the target and `read_vllm`
-makes a drafter of again.
+drafter's whole configuration under `hyperdflash_config`, which the plug-in checks against the target and from
+which `read_vllm` rebuilds the drafter.
 """
 
 import json
@@ -22,12 +22,12 @@ NESTED = "hyperdflash_config"
 
 # Prefix here -> prefix there, where they differ
 PREFIXES = {"context_norm.": "hidden_norm.", "reducer.fc.": "fc."}
-# Of the library and the place that wrote a config, not of the drafter
+# They describe the library and the place that wrote a config, not the drafter
 LIBRARY_FIELDS = ("_name_or_path", "architectures", "auto_map", "dtype", "transformers_version")
 
 CONFIDENCE_IS_UNUSED = (
     "The confidence head is in the file for the way back to transformers. vLLM does not use it:\n"
-    "`num_speculative_tokens` says how many drafts a round has."
+    "`num_speculative_tokens` sets the number of drafts per round."
 )
 
 QWEN3_FIELDS = (
@@ -50,11 +50,11 @@ QWEN3_FIELDS = (
 
 
 def check_servable(config: HyperDFlashConfig) -> None:
-    """Raises `ValueError` for a drafter that the plug-in has no code for."""
+    """Raises `ValueError` for a drafter that the plug-in cannot run."""
     if config.context_source != "pre_hc_head":
         raise ValueError(
-            f"context_source {config.context_source!r} is not served in vLLM, where the plug-in hands on the residual "
-            "before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
+            f"context_source {config.context_source!r} is not served in vLLM, where the plug-in passes on the "
+            "residual before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
         )
     if config.hidden_size != config.target_hidden_size:
         raise ValueError(
@@ -66,8 +66,8 @@ def check_servable(config: HyperDFlashConfig) -> None:
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type != "default" or config.hidden_act != "silu":
         raise ValueError(
-            f"rope_type {rope_type!r} with hidden_act {config.hidden_act!r} was not compared with vLLM's layers: "
-            "only 'default' and 'silu' are exported"
+            f"rope_type {rope_type!r} with hidden_act {config.hidden_act!r} has not been tested against vLLM's "
+            "layers: only 'default' and 'silu' are exported"
         )
 
 
@@ -91,7 +91,7 @@ def vllm_config(config: HyperDFlashConfig) -> dict:
             "mask_token_id": config.mask_token_id,
             # A count of paths, no choice of layers: it sizes vLLM's buffer (hc_mult at the top level would once more)
             "target_layer_ids": config.target_layer_ids * config.hc_mult,
-            # A block sees all of itself; unsaid, vLLM takes sliding layers for causal ones
+            # A block attends to all of itself; by default vLLM takes sliding layers for causal ones
             "causal": False,
         },
         NESTED: {name: value for name, value in ours.items() if name not in LIBRARY_FIELDS},
@@ -108,7 +108,7 @@ def write_vllm(folder: Path, drafter: HyperDFlashModel) -> None:
 
 
 def read_vllm(folder: str | Path) -> HyperDFlashModel:
-    """The drafter that a served folder was made of: the same tensors in fp32, the same configuration.
+    """The drafter that a served folder was made from: the same tensors in fp32, the same configuration.
 
     Raises `ValueError` for a folder that `write_vllm` did not write or that was edited since, `OSError` when a file is
     missing.
@@ -117,8 +117,8 @@ def read_vllm(folder: str | Path) -> HyperDFlashModel:
     stored = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     if not is_served(stored):
         raise ValueError(
-            f"{folder} was not made by `hyperdflash export --format vllm`: its config.json has no {NESTED} or another "
-            f"architecture than {ARCHITECTURE}"
+            f"{folder} was not written by `hyperdflash export --format vllm`: its config.json has no {NESTED} or "
+            f"another architecture than {ARCHITECTURE}"
         )
     config = _nested_config(folder, stored[NESTED])
     stored, expected = _by_field(stored), _by_field(vllm_config(config))
@@ -146,7 +146,7 @@ def _nested_config(folder: Path, nested: dict) -> HyperDFlashConfig:
 
 
 def is_served(config: dict) -> bool:
-    """Whether a `config.json` is that of a folder for vLLM."""
+    """Whether a `config.json` belongs to a folder for vLLM."""
     return config.get("architectures") == [ARCHITECTURE] and NESTED in config
 
 
@@ -170,8 +170,8 @@ tags: [speculative-decoding, deepseek-v4, dflash, hyperdflash, vllm]
 
 # HyperDFlash drafter for {target}, as vLLM loads it
 
-Needs the plug-in `hyperdflash-vllm`. The same drafter for transformers is another folder: this one was made of it with
-`hyperdflash export DRAFTER OUT --format vllm`.
+Needs the plug-in `hyperdflash-vllm`. The same drafter for transformers is another folder: this one was made from it
+with `hyperdflash export DRAFTER OUT --format vllm`.
 
 ```
 vllm serve {target} --kv-cache-dtype fp8 --block-size 256 --speculative-config '{speculative_config(config)}'
@@ -180,7 +180,7 @@ vllm serve {target} --kv-cache-dtype fp8 --block-size 256 --speculative-config '
 
 
 def speculative_config(config: HyperDFlashConfig, folder: str = "THIS_FOLDER") -> str:
-    """What `vllm serve --speculative-config` is given, as JSON. The draft's own cache dtype is no option: V4's packed
+    """What `vllm serve --speculative-config` is given, as JSON. The draft's cache dtype is fixed: V4's packed
     one cannot hold its keys and values."""
     return json.dumps(
         {

@@ -6,6 +6,7 @@ Runs are made by hand as transformers' Trainer writes them; the trainer itself i
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -36,6 +37,7 @@ CODE = {
     "target_hyperdflash.py",
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
+    "encoding_deepseek_v4.py",
     "custom_generate/generate.py",
 }
 DRAFTER = CODE | {"config.json", "model.safetensors", "README.md"}
@@ -62,8 +64,9 @@ RECIPE = {
     "init_from": "/home/somebody/runs/stage1",
     "hub_token": "hf_abcdefghijklmnopqrstuvwxyz",
     "drafter": {"block_size": 4},
+    "lr_scheduler_kwargs": {"file": "/home/somebody/other/x.json"},
 }
-COMMAND = "hyperdflash train stage2.yaml hub_token=hf_abcdefghijklmnopqrstuvwxyz seed=1\n"
+COMMAND = "hyperdflash train /home/somebody/stage2.yaml hub_token=hf_abcdefghijklmnopqrstuvwxyz seed=1\n"
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +192,7 @@ def test_a_checkpoint_cut_short_is_passed_over_and_refused_by_name(target, run, 
     if damage != "no state":
         (cut / "trainer_state.json").write_text(state[: len(state) // 2] if damage == "half a state" else "{}")
     assert_holds(export_drafter(run, tmp_path / "out"), rounded(trained(target, 8)))
-    with pytest.raises(ValueError, match=r"checkpoint-12 was cut short.*Export .*run for its last whole"):
+    with pytest.raises(ValueError, match=r"checkpoint-12 was cut short.*Export .*run for its last complete"):
         export_drafter(cut, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -267,8 +270,20 @@ def test_an_adapter_is_merged_into_the_drafter_that_its_run_keeps(target, tmp_pa
     assert_holds(out, rounded(adapted.merge_and_unload()))
     assert json.loads((out / "config.json").read_text())["encoding"] == drafter.config.encoding
     (tmp_path / "moved" / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="checkpoint-4 is an adapter that does not say of which drafter"):
+    with pytest.raises(ValueError, match="checkpoint-4 is an adapter that does not name its drafter"):
         export_drafter(tmp_path / "moved", tmp_path / "other")
+
+
+@pytest.mark.parametrize("format", ["hf", "vllm"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_never_exported(run, tmp_path, value, format):
+    path = run / "checkpoint-8" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["norm.weight"][3] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 of \d+ tensors in .*checkpoint-8 have NaN or infinite.*norm\.weight"):
+        export_drafter(run, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("prefix", ["_orig_mod.", "module."])
@@ -347,6 +362,52 @@ def test_the_folder_loads_alone_in_a_fresh_process_and_drafts_as_the_rounded_wei
     command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def snippet(folder: Path) -> str:
+    """The code of the card."""
+    (code,) = re.findall(r"```python\n(.*?)```", read_card(folder), re.DOTALL)
+    return code
+
+
+@pytest.mark.slow
+def test_the_cards_snippet_runs_in_the_folder_without_the_package(run, tmp_path):
+    """As it stands, from a string to text, in a process that does not know this package, with the target in the Hub's
+    cache under its name and commit."""
+    target = tiny_target(vocab_size=4096, eos_token_id=1, pad_token_id=2)
+    name, commit = "someone/tiny-v4", "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "hf" / "hub" / "models--someone--tiny-v4"
+    target.save_pretrained(repository / "snapshots" / commit)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / "target" / file, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    drafter = trained(target, 1)
+    drafter.config.target_name_or_path, drafter.config.target_revision = name, commit
+    drafter.config.encoding = {"generation": "0731", "modes": ["thinking"]}
+    drafter.save_pretrained(tmp_path / "plain")
+    out = export_drafter(tmp_path / "plain", tmp_path / "out")
+    code = snippet(out)
+    assert 'mode="thinking", generation="0731", add_generation_prompt=True' in code
+    code = f"import sys, torch\nsys.modules['hyperdflash'] = None\ntorch.set_num_threads(1)\n{code}"
+    code += "\nassert drafter.device == target.device and output.shape[1] > len(ids)"
+    env = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-I", "-c", code]
+    done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.strip()
+
+
+def test_the_snippet_names_the_folder_of_a_local_target_and_encodes_as_in_training(target, tmp_path):
+    drafter = trained(target, 1)
+    drafter.config.target_name_or_path, drafter.config.target_revision = "tiny-v4", None
+    drafter.save_pretrained(tmp_path / "plain")
+    code = snippet(export_drafter(tmp_path / "plain", tmp_path / "out"))
+    compile(code, "the card", "exec")
+    assert 'target_name = "<the folder of tiny-v4>"\n' in code
+    assert "encode(messages, tokenizer, add_generation_prompt=True)" in code
+    assert ".to(target.device)" in code
+    assert "Tested with transformers 5.24.0" in read_card(tmp_path / "out")
 
 
 class RecordingApi(HfApi):
@@ -458,17 +519,20 @@ def leave_fsdp_shards(run: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
-        (shutil.rmtree, "run is no folder"),
-        (break_weights, r"checkpoint-8/model\.safetensors is no readable safetensors"),
+        (shutil.rmtree, "run is not a folder"),
+        (break_weights, r"checkpoint-8/model\.safetensors is not a readable safetensors"),
         (
             lambda run: (run / "checkpoint-8" / "model.safetensors").unlink(),
             "checkpoint-8 holds no weights of a drafter",
         ),
-        (lambda run: write_state(run / "checkpoint-8", 8, best="checkpoint-2"), "checkpoint-2, the best .* is gone"),
-        (lambda run: [p.unlink() for p in run.glob("*/trainer_state.json")], "run has no whole checkpoint"),
+        (
+            lambda run: write_state(run / "checkpoint-8", 8, best="checkpoint-2"),
+            "checkpoint-2, the best .* is missing",
+        ),
+        (lambda run: [p.unlink() for p in run.glob("*/trainer_state.json")], "run has no complete checkpoint"),
         (
             lambda run: [shutil.rmtree(p) for p in run.glob("checkpoint-*")],
-            "run is no drafter.* it has no config.json",
+            "run is not .*drafter.* it has no config.json",
         ),
         (lambda run: (run / "run.json").write_text("{"), r"run\.json cannot be read"),
         (
@@ -476,7 +540,7 @@ def leave_fsdp_shards(run: Path) -> None:
             r"run\.json cannot be read: it lacks .*train_data",
         ),
         (lambda run: (run / "recipe.yaml").write_text("a: ["), r"recipe\.yaml cannot be read"),
-        (lambda run: (run / "recipe.yaml").write_text("text"), r"recipe\.yaml cannot be read: a mapping is expected"),
+        (lambda run: (run / "recipe.yaml").write_text("text"), r"recipe\.yaml cannot be read: expected a mapping"),
         (leave_fsdp_shards, "checkpoint-8 holds FSDP's shards.*FULL_STATE_DICT"),
     ],
 )
@@ -493,7 +557,7 @@ def test_what_cannot_be_exported_is_said_in_one_line_by_the_command(run, tmp_pat
 
 def test_another_models_folder_is_refused_by_its_type(target, tmp_path):
     target.save_pretrained(tmp_path / "target")
-    with pytest.raises(ValueError, match="target is no drafter's folder.*model_type 'deepseek_v4'"):
+    with pytest.raises(ValueError, match="target is not .*drafter.*model_type 'deepseek_v4'"):
         export_drafter(tmp_path / "target", tmp_path / "out")
 
 
@@ -589,7 +653,7 @@ def test_no_access_token_is_published(exported):
 def test_a_file_that_is_missing_is_said_to_be_missing(run, tmp_path, gone, said):
     (run / gone).unlink()
     out = export_drafter(run, tmp_path / "out")
-    assert read_card(out).count("is missing") == 1
+    assert len(re.findall(r"is\s+missing", read_card(out))) == 1
     assert said in read_card(out)
     assert (out / "command.txt").exists() == (gone != "command.txt")
 
@@ -605,7 +669,7 @@ def test_a_drafter_of_no_run_says_that_nothing_is_known_and_shows_nothing(target
     assert '`{"generation": "preview", "modes": ["non-thinking"]}`' in text
     assert ModelCard.load(out / "README.md").data.base_model is None  # a local folder's name is no Hub id
     assert f"{drafter.num_parameters():,} parameters" in text
-    assert "|" not in text
+    assert "\n|" not in text  # no table
     assert set(files_of(out)) == DRAFTER
 
 
@@ -613,9 +677,9 @@ def test_a_run_can_be_named_for_a_folder_that_lies_elsewhere(target, run, tmp_pa
     trained(target, 1).save_pretrained(tmp_path / "plain")
     text = read_card(export_drafter(tmp_path / "plain", tmp_path / "out", run_dir=run))
     assert "| `learning_rate` | `0.0001` |" in text
-    assert "Of these weights not known: the exported folder has no `trainer_state.json`" in text
+    assert "Not known for these weights: the exported folder has no `trainer_state.json`" in text
     assert "| `eval_acceptance_length` | 2" not in text  # the run's checkpoints have figures, these weights have none
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder of a run"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder of a run"):
         export_drafter(tmp_path / "plain", tmp_path / "other", run_dir=tmp_path / "nowhere")
 
 
@@ -627,7 +691,7 @@ def test_an_unfinished_run_and_one_without_evaluation_are_called_so(run, tmp_pat
         path.write_text(json.dumps(state))
     text = read_card(export_drafter(run, tmp_path / "out"))
     assert "The run had not finished when this was exported." in text
-    assert "This run had evaluated nothing yet, or was not told to." in text
+    assert "This run had not evaluated anything yet, or was not asked to." in text
     assert "revision not recorded" in text
     assert "Evaluation data: none" in text
     assert "effort `none`" in text

@@ -297,7 +297,7 @@ def test_a_damaged_head_is_refused(folder):
     content = bytearray((folder / "head.safetensors").read_bytes())
     content[-3] ^= 1
     (folder / "head.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match="head.safetensors is not what its hash"):
+    with pytest.raises(ValueError, match="head.safetensors does not have the hash"):
         verify(OfflineFeatures(folder, SETTINGS))
     (folder / "head.safetensors").write_bytes(content[:100])
     with pytest.raises(ValueError, match=r"head\.safetensors or head\.json cannot be read"):
@@ -491,7 +491,7 @@ def test_a_shard_from_elsewhere_is_refused_by_name(folder, target, config, rows,
         offline = OfflineFeatures(folder, SETTINGS)
         with pytest.raises(ValueError, match="shard-00000.safetensors is not the shard that manifest.json says"):
             offline[1]
-        with pytest.raises(ValueError, match="1 of 8 shards are not as written: .*shard-00000.*Remove them"):
+        with pytest.raises(ValueError, match="1 of 8 shards were changed: .*shard-00000.*Remove them"):
             verify(offline)
         destination.write_bytes(original)
 
@@ -505,7 +505,7 @@ def test_a_corrupted_shard_is_found(folder, place):
     if place == "header":
         with pytest.raises(ValueError, match="shard-00003.safetensors"):
             offline[6]
-    with pytest.raises(ValueError, match="1 of 8 shards are not as written: .*shard-00003.safetensors: its content"):
+    with pytest.raises(ValueError, match="1 of 8 shards were changed: .*shard-00003.safetensors: its content"):
         verify(offline)
     assert torch.isfinite(offline[0]["context"]).all()
 
@@ -559,10 +559,10 @@ def test_features_that_are_not_finite_are_never_stored(target, config, rows, tmp
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "manifest.json is no manifest of features: "),
-        ('{"weight_map": {}}', "manifest.json is no manifest of features: 'format'"),
+        ("{", "manifest.json is not a manifest of features: "),
+        ('{"weight_map": {}}', "manifest.json is not a manifest of features: 'format'"),
         ('{"format": "hyperdflash-features-9"}', "format 'hyperdflash-features-9' instead of"),
-        ('{"format": "hyperdflash-features-1"}', "is no manifest of features: .*settings"),
+        ('{"format": "hyperdflash-features-1"}', "is not a manifest of features: .*settings"),
     ],
 )
 def test_what_is_no_manifest_is_refused(folder, content, message):
@@ -577,7 +577,7 @@ def test_an_incomplete_folder_is_refused(target, config, tmp_path):
     for index in SHARDS[0]:
         writer.add(index, random_sample(index, LENGTHS[index]))
     with pytest.raises(
-        ValueError, match=r"is not complete \(1 shards so far\): `hyperdflash features RECIPE` goes on"
+        ValueError, match=r"is not complete \(1 shards so far\): `hyperdflash features RECIPE` resumes"
     ):
         OfflineFeatures(tmp_path / "features", SETTINGS)
     with pytest.raises(FileNotFoundError, match="no features in .*nowhere.*hyperdflash features RECIPE"):
@@ -638,8 +638,8 @@ def test_folders_that_cannot_be_written_are_refused_before_any_work(config, tmp_
     (foreign / "train").mkdir(parents=True)
     (foreign / "train" / "photo.png").write_text("")
     for folder, error, message in (
-        (tmp_path / "absent" / "features", FileNotFoundError, "absent is no folder; make it first"),
-        (tmp_path / "file", NotADirectoryError, "file is no folder"),
+        (tmp_path / "absent" / "features", FileNotFoundError, "absent is not a folder; make it first"),
+        (tmp_path / "file", NotADirectoryError, "file is not a folder"),
         (foreign, FileExistsError, "holds photo.png but no manifest.json"),
     ):
         with pytest.raises(error, match=message):
@@ -686,7 +686,7 @@ def test_the_command_writes_once_verifies_and_says_what_is_wrong(recipe, capsys,
     before = tree(folder)
     assert cli.main(["features", str(recipe)]) == 0
     assert cli.main(["features", str(recipe), "--verify"]) == 0
-    assert "eval: 1 shards are as they were written" in capsys.readouterr().out
+    assert "eval: 1 shards are unchanged" in capsys.readouterr().out
     assert tree(folder) == before
 
     assert cli.main(["features", str(recipe), "max_length=8"]) == 1
@@ -711,8 +711,8 @@ def test_the_command_fails_in_one_line_without_loading_the_target(recipe, capsys
     monkeypatch.setattr(features, "load_target", refuse)
     override, status, message = {
         "full": ("use_cpu=true", 1, "the features do not fit"),
-        "absent": (f"features_dir={recipe.parent}/absent/features", 1, "absent is no folder"),
-        "nowhere": ("features_dir=null", 2, "features_dir says where features go"),
+        "absent": (f"features_dir={recipe.parent}/absent/features", 1, "absent is not a folder"),
+        "nowhere": ("features_dir=null", 2, "features_dir, the folder for the features, is missing"),
         "unknown": ("feature_dir=x", 2, "unknown key 'feature_dir'"),
     }[problem]
     if problem == "full":

@@ -33,6 +33,7 @@ CLOSURE = {
     "generation_hyperdflash.py",
     "pairing_hyperdflash.py",
 }
+EXTRAS = {"custom_generate/generate.py", "encoding_deepseek_v4.py"}  # which save_pretrained does not know of
 OFFICIAL = {
     "model.hc_head.hc_fn": "hc_head_fn",
     "model.hc_head.hc_base": "hc_head_base",
@@ -726,10 +727,10 @@ def test_the_folder_holds_code_config_weights_and_custom_generate(mixed, tmp_pat
     out = init_drafter(mixed, tmp_path / "deep" / "er", mask_token_id=MASK_TOKEN_ID)
     assert out == tmp_path / "deep" / "er"
     files = {p.relative_to(out).as_posix() for p in out.rglob("*") if p.is_file()}
-    assert files == CLOSURE | {"config.json", "model.safetensors", "custom_generate/generate.py"}
+    assert files == CLOSURE | EXTRAS | {"config.json", "model.safetensors"}
     assert [p.name for p in out.parent.iterdir()] == ["er"]
     root = Path(__file__).resolve().parents[1]
-    for name in CLOSURE | {"custom_generate/generate.py"}:
+    for name in CLOSURE | EXTRAS:
         assert (out / name).read_bytes() == (root / name).read_bytes()
 
 

@@ -93,7 +93,7 @@ def test_the_head_on_disk_is_the_targets_or_refused(tmp_path):
     content = bytearray((tmp_path / "head.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "head.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=r"head\.safetensors is not what its hash"):
+    with pytest.raises(ValueError, match=r"head\.safetensors does not have the hash"):
         TargetHead.load(tmp_path)
     (tmp_path / "head.safetensors").write_bytes(content[:100])  # cut short
     with pytest.raises(ValueError, match="cannot be read"):

@@ -32,12 +32,14 @@ from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
 from hyperdflash.training import run_folder, train
 from hyperdflash.training.arguments import RecipeError, load_recipe
+from hyperdflash.training.init import init_drafter
 from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
 from hyperdflash.training.trainer import HyperDFlashTrainer
 
 ROOT = Path(__file__).parents[1]
 TOKENIZER = ROOT / "examples" / "tiny" / "target"
+TINY = str(ROOT / "examples" / "tiny" / "drafter")
 RECIPES = sorted((ROOT / "training" / "recipes").glob("*.yaml"))
 VOCAB_SIZE, EOS, PAD, MASK = 4096, 1, 2, 3
 DRAFTER = {
@@ -186,7 +188,7 @@ def test_a_run_leaves_checkpoints_its_recipe_and_a_drafter_to_publish(world, tra
     assert facts["num_trainable_parameters"] == facts["num_parameters"]
     assert facts["finished"] is True
     assert (trained / "command.txt").read_text() == (
-        f"hyperdflash train {world.folder / 'trained.yaml'} output_dir={trained} eval_strategy=steps eval_steps=4 "
+        "hyperdflash train trained.yaml output_dir=trained eval_strategy=steps eval_steps=4 "
         "report_to=tensorboard seed=7\n"
     )
     resolved = yaml.safe_load((trained / "recipe.yaml").read_text())
@@ -261,12 +263,12 @@ def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained
     assert "evaluation" not in result.out
     assert result.status == 0, result.err
     out = re.sub(" +", " ", result.out)
-    assert "steps 4 of 8 samples, 2 an epoch" in out
-    assert "tokens 445 an epoch, 890 in all" in out
+    assert "steps 4 of 8 samples, 2 per epoch" in out
+    assert "tokens 445 per epoch, 890 in total" in out
     assert len(re.findall(r"^step 1/1 ", out, re.MULTILINE)) == 1
     assert "memory" in out
     assert "disk" in out
-    assert re.search(r"^time \d+:\d\d:\d\d by", out, re.MULTILINE)
+    assert re.search(r"^time \d+:\d\d:\d\d estimated", out, re.MULTILINE)
     counts = re.search(r"drafter ([\d,]+) .*, ([\d,]+) frozen", out).groups()
     trainable, frozen = (int(count.replace(",", "")) for count in counts)
     drafter = HyperDFlashModel.from_pretrained(trained / "final")
@@ -326,10 +328,10 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["num_anchors=2.5"], {}, 2, ["num_anchors takes int; got 2.5"]),
         ([], {"bf16": "yes please"}, 2, ["bf16 takes bool; got 'yes please'"]),
         ([], {"drafter": [1]}, 2, [r"drafter takes dict; got \[1\]"]),
-        ([], {"without": ["target"]}, 2, ["says no target", "target=..."]),
-        ([], {"without": ["train_data"]}, 2, ["says no train_data"]),
-        ([], {"without": ["output_dir"]}, 2, ["says no output_dir"]),
-        (["train_data="], {}, 2, ["says no train_data"]),
+        ([], {"without": ["target"]}, 2, ["has no target", "target=..."]),
+        ([], {"without": ["train_data"]}, 2, ["has no train_data"]),
+        ([], {"without": ["output_dir"]}, 2, ["has no output_dir"]),
+        (["train_data="], {}, 2, ["has no train_data"]),
         ([], {"drafter": DRAFTER | {"num_layers": 2}}, 2, ["drafter has no option 'num_layers'; did you mean num_h"]),
         (["eval_strategy=steps"], {}, 2, ["eval_strategy steps needs eval_data"]),
         (["eval_decode_prompts=2"], {}, 2, ["eval_data, which is empty"]),
@@ -339,6 +341,31 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["num_train_epochs=0"], {}, 2, ["num_train_epochs must be above 0"]),
         (["mode=fast"], {}, 2, ["mode is one of", "'fast'"]),
         (["lora={r: 2}"], {}, 2, ["lora adapts a trained drafter: give it in init_from"]),
+        (["lora={r: many}"], {}, 2, ["lora.r takes int; got 'many'"]),
+        ([], {"drafter": DRAFTER | {"block_size": "seven"}}, 2, ["drafter.block_size takes int; got 'seven'"]),
+        (["drafter={block_size: 4, block_size: 5}"], {}, 2, ["'block_size' is there twice"]),
+        (["drafter={block_size: 4"], {}, 2, ["drafter={block_size: 4 is not readable YAML"]),
+        (["neftune_noise_alpha=5"], {}, 2, ["neftune_noise_alpha is not supported"]),
+        (["label_smoothing_factor=0.1"], {}, 2, ["label_smoothing_factor is not supported"]),
+        (["eval_do_concat_batches=false"], {}, 2, ["eval_do_concat_batches is not supported"]),
+        (["include_for_metrics=[inputs]"], {}, 2, ["include_for_metrics is not supported"]),
+        (["batch_eval_metrics=true"], {}, 2, ["batch_eval_metrics is not supported"]),
+        (["remove_unused_columns=true"], {}, 2, ["remove_unused_columns is not supported"]),
+        (["parallelism_config=foo"], {}, 2, ["parallelism_config is not supported"]),
+        (["use_liger_kernel=true"], {}, 2, ["use_liger_kernel is not supported"]),
+        (["metric_for_best_model=tau"], {}, 2, ["metric_for_best_model 'tau' is not a figure", "acceptance_rate_3"]),
+        (["metric_for_best_model=acceptance_length"], {}, 2, ["'acceptance_length' is not a figure"]),
+        (['lr_scheduler_kwargs={"floor": 1}'], {}, 2, ["lr_scheduler_kwargs do not fit cosine: .*'floor'"]),
+        (["optim=lomo"], {}, 1, ["lomo"]),
+        (["torch_compile_mode=fast"], {}, 2, ["torch_compile_mode is one of .*; got 'fast'"]),
+        (["train_sampling_strategy=sequential"], {}, 2, ["train_sampling_strategy is one of random, group_by_length"]),
+        (["log_level=loud"], {}, 2, ["log_level is one of", "'loud'"]),
+        (['accelerator_config={"speed": 1}'], {}, 2, ["accelerator_config: .*'speed'"]),
+        (["gradient_accumulation_steps=0"], {}, 2, ["gradient_accumulation_steps must be at least 1; got 0"]),
+        (["per_device_eval_batch_size=0"], {}, 2, ["per_device_eval_batch_size must be at least 1"]),
+        (["learning_rate=-1"], {}, 2, ["learning_rate must not be negative"]),
+        (["learning_rate=.nan"], {}, 2, ["learning_rate must be a finite number"]),
+        (["adam_beta1=1"], {}, 2, ["adam_beta1 must be at least 0 and below 1"]),
         (["train_data=nowhere.jsonl"], {}, 1, ["nowhere.jsonl"]),
         (
             ["target=nowhere/at-all"],
@@ -353,8 +380,44 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
 )
 def test_a_recipe_that_cannot_run_is_refused_in_one_line(hd, tmp_path, arguments, changes, status, patterns):
     """https://github.com/huggingface/transformers/issues/9224"""
-    assert_refused(hd(*arguments, **changes), status, *patterns)
+    result = hd(*arguments, **changes)
+    assert_refused(result, status, *patterns)
+    assert "rows kept" not in result.out or "nowhere.jsonl" in result.err or "fsdp" in result.err  # before any work
     assert not (tmp_path / "run").exists()
+
+
+def test_a_key_that_is_there_twice_is_refused_with_its_line(world, tmp_path, capsys):
+    """YAML's loaders take the last one silently."""
+    recipe = world.write_recipe(tmp_path / "recipe.yaml")
+    recipe.write_text(recipe.read_text() + "num_anchors: 5\n")
+    assert cli.main(["train", str(recipe)]) == 2
+    assert re.search(r"recipe\.yaml.*'num_anchors' is there twice.*line \d+", capsys.readouterr().err)
+
+
+def test_numbers_written_as_text_are_numbers_in_mappings_too(world, trained):
+    recipe = world.write_recipe(world.folder / "text.yaml", without=("drafter",), init_from=str(trained / "final"))
+    args = load_recipe(recipe, ["lora={r: '4', lora_dropout: '1e-1'}"])
+    assert args.lora == {"r": 4, "lora_dropout": 0.1}
+    args = load_recipe(world.write_recipe(recipe), ["drafter={block_size: '4', mask_token_id: 3}"])
+    assert args.drafter == {"block_size": 4, "mask_token_id": 3}
+
+
+@pytest.mark.parametrize(
+    ("metric", "greater"),
+    [("eval_kl", False), ("ce", False), ("loss", False), ("eval_expected_acceptance_length", True)],
+)
+def test_the_best_of_a_divergence_is_the_smallest(world, metric, greater):
+    """transformers takes every figure but a loss for one of which more is better."""
+    recipe = world.write_recipe(world.folder / "metric.yaml")
+    assert load_recipe(recipe, [f"metric_for_best_model={metric}"]).greater_is_better is greater
+
+
+def test_a_mistake_in_the_drafter_shows_before_data_is_read(hd, world):
+    """Encoding a large data set takes hours."""
+    result = hd(drafter=DRAFTER | {"num_attention_heads": 3, "num_key_value_heads": 2}, train_data=["nowhere.jsonl"])
+    assert_refused(result, 1, "num_attention_heads")
+    result = hd("lora={target_modules: [qkv]}", train_data=["nowhere.jsonl"], without=["drafter"], init_from=TINY)
+    assert_refused(result, 1, "No modules were targeted")
 
 
 def test_the_command_wins_over_the_file(hd, tmp_path):
@@ -396,7 +459,7 @@ def test_a_folder_in_use_is_left_alone(hd, trained, tmp_path, resume):
 
 def test_a_runs_folder_is_gone_on_with_only_when_asked_to(hd, stopped):
     before = tree(stopped)
-    assert_refused(hd(), 1, f"{stopped} is not empty: go on with resume_from_checkpoint=true, choose another")
+    assert_refused(hd(), 1, f"{stopped} is not empty: resume with resume_from_checkpoint=true, choose another")
     assert tree(stopped) == before
 
 
@@ -447,7 +510,7 @@ def test_a_tokenizer_without_the_control_tokens_is_refused(hd, world, tmp_path):
 @pytest.mark.parametrize(
     ("lora", "status", "pattern"),
     [
-        ({"rank": 2}, 2, "lora: .*'rank'.*LoraConfig"),
+        ({"rank": 2}, 2, "lora has no option 'rank'"),
         ({"r": 2, "target_modules": ["qkv"]}, 1, "No modules were targeted.*target_modules"),
     ],
 )
@@ -532,6 +595,10 @@ def test_going_on_with_a_finished_run_makes_its_drafter_again(hd, world, trained
         ("lora", {"without": ["drafter"], "lora": {"r": 2}}, "trained with"),
         ("seed, by path", {"seed": 8, "by_path": True}, "trained with seed 7, now it is 8"),
         ("loss", {"gamma": 1.0}, "trained with gamma 4.0, now it is 1.0"),
+        ("clipping", {"max_grad_norm": 2.0}, "trained with max_grad_norm 1.0, now it is 2.0"),
+        ("beta", {"adam_beta2": 0.95}, "trained with adam_beta2 0.999, now it is 0.95"),
+        ("epsilon", {"adam_epsilon": 1e-6}, "trained with adam_epsilon 1e-08, now it is 1e-06"),
+        ("optimizer", {"optim": "sgd"}, "trained with optim 'adamw_torch"),
         ("rate", {"learning_rate": 1e-2}, "trained with learning_rate 0.003, now it is 0.01"),
         ("anchors", {"num_anchors": 2}, "trained with num_anchors 4, now it is 2"),
         ("batch", {"per_device_train_batch_size": 2}, "trained with samples_a_step 4, now it is 2"),
@@ -551,7 +618,7 @@ def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, wh
         changes["init_from"] = str(trained / "final")
     resume = stopped / "checkpoint-3" if changes.pop("by_path", False) else "true"
     before = tree(stopped)
-    assert_refused(hd(f"resume_from_checkpoint={resume}", **changes), 1, pattern, "init_from takes over the weights")
+    assert_refused(hd(f"resume_from_checkpoint={resume}", **changes), 1, pattern, "init_from starts a new run")
     assert tree(stopped) == before
 
 
@@ -563,27 +630,84 @@ def test_a_batch_may_be_cut_differently_and_a_longer_run_is_warned_of(hd, world,
         "resume_from_checkpoint=true", "gradient_accumulation_steps=2", "num_train_epochs=3", "save_steps=6", **options
     )
     assert result.status == 0, result.err
-    assert [w for w in warnings if "goes on with" in w] == [
-        f"{stopped} goes on with num_train_epochs 3.0 instead of 2.0: the learning rate follows"
+    assert [w for w in warnings if "resumes with" in w] == [
+        f"{stopped} resumes with num_train_epochs 3.0 instead of 2.0: the learning rate follows"
     ]
-    assert f"going on from {stopped / 'checkpoint-6'}" in result.out
+    assert f"resuming from {stopped / 'checkpoint-6'}" in result.out
     assert len(logged(stopped)) == 12
-    assert (stopped / "command.txt").read_text().count("hyperdflash train") == 2  # the first one, then this
+    commands = (stopped / "command.txt").read_text().splitlines()
+    assert len(commands) == 2  # the first one, then this
+    assert not [line for line in commands if str(stopped.parent) in line]
 
 
 def test_a_checkpoint_without_its_optimizer_is_no_place_to_go_on(hd, tmp_path):
     assert hd("max_steps=2", "save_only_model=true", "save_steps=1").status == 0
     before = tree(tmp_path / "run")
     result = hd("max_steps=2", "resume_from_checkpoint=true")
-    assert_refused(result, 1, "without optimizer and schedule", "init_from=.*checkpoint-2 starts a new one")
+    assert_refused(result, 1, "without optimizer and schedule", "weights with init_from=.*checkpoint-2")
     assert tree(tmp_path / "run") == before
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size * 2 // 3])
+
+
+def make_pointer(file: Path) -> None:
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "problem"),
+    [
+        ("optimizer.pt", Path.unlink, r"checkpoint-6 has no optimizer\.pt"),
+        ("scheduler.pt", Path.unlink, r"checkpoint-6 has no scheduler\.pt"),
+        ("rng_state.pth", Path.unlink, r"checkpoint-6 has no rng_state\.pth"),
+        ("model.safetensors", Path.unlink, "checkpoint-6 has no weights"),
+        ("optimizer.pt", cut, r"optimizer\.pt is damaged or cut short"),
+        ("scheduler.pt", make_pointer, r"scheduler\.pt is a Git LFS pointer"),
+        ("rng_state.pth", lambda file: file.write_bytes(b""), r"rng_state\.pth is empty"),
+        ("model.safetensors", cut, r"model\.safetensors is damaged or cut short"),
+        ("model.safetensors", make_pointer, r"model\.safetensors is a Git LFS pointer"),
+        ("config.json", cut, r"config\.json is damaged or cut short"),
+    ],
+)
+def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, stopped, file, damage, problem):
+    """The library resumes without an optimizer silently: the learning rates are another schedule's then."""
+    damage(stopped / "checkpoint-6" / file)
+    before = tree(stopped)
+    result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
+    assert_refused(result, 1, problem, "remove .*checkpoint-6 to resume from the one before it")
+    assert tree(stopped) == before
+
+
+def test_a_run_of_an_earlier_version_that_recorded_fewer_settings_is_resumed(hd, world, stopped):
+    facts = json.loads((stopped / "run.json").read_text())
+    for name in ("optim", "adam_beta1", "max_grad_norm"):
+        del facts["fixed"][name]
+    (stopped / "run.json").write_text(json.dumps(facts))
+    result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
+    assert result.status == 0, result.err
+
+
+@pytest.mark.parametrize("more", [[], ["save_strategy=no"]])
+def test_a_finished_run_of_max_steps_is_not_trained_on(hd, tmp_path, more):
+    """A cluster's requeued job runs the same command again."""
+    options = ["max_steps=3", "save_steps=1", "save_total_limit=1", "resume_from_checkpoint=true", *more]
+    assert hd(*options).status == 0
+    before = tree(tmp_path / "run")
+    result = hd(*options)
+    assert result.status == 0, result.err
+    assert not re.search(r"^step ", result.out, re.MULTILINE)
+    assert "checkpoint-3 is at step 3 of 3: nothing is left to train" in result.out
+    after = tree(tmp_path / "run")
+    assert after == before
 
 
 def test_several_gpus_in_one_process_are_refused(world, monkeypatch):
     """torch's DataParallel would hand every replica the masks of the whole batch."""
     args = load_recipe(world.write_recipe(world.folder / "gpus.yaml"))
     args._n_gpu = 2
-    with pytest.raises(ValueError, match="one process for 2 GPUs: start one for each with `accelerate launch"):
+    with pytest.raises(ValueError, match="one process for 2 GPUs: start one per GPU with `accelerate launch"):
         train.make_trainer(args, None)
 
 
@@ -711,7 +835,7 @@ SHARDED_ON_CPUS = """
 import sys
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from hyperdflash.generation import cli
+from hyperdflash import __main__ as cli
 
 make_state, plugins = AcceleratorState.__init__, []
 
@@ -776,7 +900,7 @@ def test_stage_two_starts_from_weights_with_a_new_optimizer(hd, trained, tmp_pat
     optimizer = torch.load(tmp_path / "run" / "checkpoint-2" / "optimizer.pt")
     assert {float(state["step"]) for state in optimizer["state"].values()} == {2.0}
     assert logged(tmp_path / "run", "learning_rate")[-1] == pytest.approx(3e-3, rel=0.01)  # of a cosine of its own
-    assert "optimizer and schedule start anew" in result.out
+    assert "with a new optimizer and schedule" in result.out
 
 
 def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained, tmp_path):
@@ -794,6 +918,36 @@ def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path,
     shutil.rmtree(tmp_path / "run")
     result = hd("features=offline", f"features_dir={stored}")
     assert_refused(result, 1, f"target_revision.*{'c' * 40}")
+
+
+def test_a_snapshot_of_the_hubs_cache_keeps_its_name_and_commit(hd, world, tmp_path):
+    """Its folder is named for the commit, which says nothing to a reader and is no place to load from."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "hub" / "models--some-one--tiny-v4" / "snapshots" / commit
+    shutil.copytree(world.target, snapshot)
+    assert hd("max_steps=1", f"target={snapshot}").status == 0
+    made = init_drafter(snapshot, tmp_path / "new", mask_token_id=MASK)
+    assert (made / "encoding_deepseek_v4.py").read_bytes() == (ROOT / "encoding_deepseek_v4.py").read_bytes()
+    for folder in (tmp_path / "run" / "final", made):
+        config = HyperDFlashConfig.from_pretrained(folder)
+        assert (config.target_name_or_path, config.target_revision) == ("some-one/tiny-v4", commit)
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert "base_model: some-one/tiny-v4" in card
+    assert f'from_pretrained(target_name, revision="{commit}")' in card
+    assert "- Target: `some-one/tiny-v4`, revision" in card
+
+
+def test_what_a_run_publishes_has_no_path_of_the_machine(hd, world, trained, tmp_path):
+    options = {"init_from": str(trained / "final"), "without": ["drafter"], "eval_data": [str(world.eval_data)]}
+    assert hd("max_steps=1", f"target={world.target}", f"train_data=[{world.data}]", **options).status == 0
+    run = tmp_path / "run"
+    for file in (run / "command.txt", run / "final" / "command.txt", run / "final" / "README.md"):
+        text = file.read_text()
+        assert not re.search(r"(?<![\w.:/<])/\w+/", text), file
+        assert "train.jsonl" in text
+    assert (run / "command.txt").read_text() == (
+        "hyperdflash train recipe.yaml max_steps=1 target=target 'train_data=[train.jsonl]'\n"
+    )
 
 
 def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):
@@ -908,6 +1062,18 @@ def test_an_adapter_becomes_part_of_the_published_drafter(hd, trained, tmp_path)
     facts = json.loads((run / "run.json").read_text())
     assert facts["num_trainable_parameters"] < facts["num_parameters"]
     assert HyperDFlashModel.from_pretrained(run / "final").num_parameters() == facts["num_parameters"]
+
+
+def test_two_runs_of_an_adapter_with_one_seed_are_the_same(hd, trained, tmp_path):
+    options = {"lora": {"r": 2}, "without": ["drafter"], "init_from": str(trained / "final")}
+    weights = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(len(weights))  # whatever was drawn before
+        assert hd("max_steps=1", f"seed={seed}", **options).status == 0
+        weights.append(last_weights(tmp_path / "run", "adapter_model.safetensors"))
+        shutil.rmtree(tmp_path / "run")
+    assert_equal_weights(weights[1], weights[0])
+    assert any(not torch.equal(weights[2][name], weights[0][name]) for name in weights[0] if "lora_A" in name)
 
 
 def test_an_adapters_run_goes_on_where_it_stopped(hd, trained, tmp_path):

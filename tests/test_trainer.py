@@ -264,6 +264,28 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path):
         trainer.train()
 
 
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_stops_before_the_step_and_the_last_checkpoint_stays(
+    tmp_path, monkeypatch, value, max_grad_norm
+):
+    options = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_grad_norm": max_grad_norm}
+    trainer = make_trainer(tmp_path, make_rows((12, 9)), max_steps=3, **options)
+    backward = trainer.accelerator.backward
+
+    def spoil(loss, **kwargs):
+        backward(loss, **kwargs)
+        if trainer.state.global_step == 1:
+            trainer.model.norm.weight.grad[0] = value
+
+    monkeypatch.setattr(trainer.accelerator, "backward", spoil)
+    with pytest.raises(ValueError, match=r"gradient's norm is (nan|inf) at step 1: no step was taken"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+    saved = HyperDFlashModel.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float32)
+    assert_same_weights(weights(trainer.model), weights(saved), atol=0, rtol=0)
+
+
 # ----------------------------------------------------------------------------------------------------------- the order
 
 
@@ -546,6 +568,18 @@ def test_evaluation_keeps_sums_alone_and_repeats_itself(tmp_path):
     }
     output = trainer.predict(trainer.eval_dataset)
     assert output.predictions.shape == (50, 6 * 3)
+
+
+def test_dropout_after_an_evaluation_is_what_it_would_have_been_without(tmp_path):
+    """An evaluation's data loader draws from the global generator, which dropout draws from too."""
+    rows, runs = make_rows(UNEVEN), []
+    for evaluation in ({}, {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}):
+        torch.manual_seed(0)
+        model = with_lora(tiny_drafter(tiny_target(), block_size=4).train(), {"r": 4, "lora_dropout": 0.5})
+        runs.append(make_trainer(tmp_path, rows, model=model, eval_rows=rows, max_steps=4, **evaluation))
+        runs[-1].train()
+    assert losses(runs[1]) == losses(runs[0])
+    assert_same_weights(weights(runs[1].model), weights(runs[0].model), atol=0, rtol=0)
 
 
 def test_the_best_checkpoint_is_found_by_the_loss_without_further_settings(tmp_path):

@@ -81,11 +81,11 @@ def test_planned_written_and_taken_in_they_are_the_features_of_transformers(reci
     folder, plain = recipe.parent / "features", recipe.parent / "plain"
     assert cli.main(["features", str(recipe), "--vllm"]) == 0
     said = capsys.readouterr().out
-    assert "1 of 1 to be written" in said
+    assert "1 of 1 still to write" in said
     assert f"python -m hyperdflash_vllm.features {folder} --model {TINY_WORLD_TARGET}" in said
     write(folder, target)
     assert cli.main(["features", str(recipe), "--vllm"]) == 0
-    assert "1 shards taken in" in (said := capsys.readouterr().out)
+    assert "1 shards added" in (said := capsys.readouterr().out)
     assert "is complete" in said
     assert cli.main(["features", str(recipe), "--verify"]) == 0
 

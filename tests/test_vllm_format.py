@@ -193,7 +193,7 @@ def test_layers_that_were_not_compared_with_vllms_are_refused(target):
 
 def test_a_drafters_own_folder_is_not_read_as_a_served_one(target, tmp_path):
     tiny_drafter(target).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="was not made by `hyperdflash export --format vllm`"):
+    with pytest.raises(ValueError, match="was not written by `hyperdflash export --format vllm`"):
         read_vllm(tmp_path)
 
 

@@ -2,11 +2,12 @@
 
     hyperdflash train training/recipes/tiny_headline.yaml learning_rate=1e-3      # key=value overrides the file
 
-Every key is a field of [`HyperDFlashTrainingArguments`], so all that transformers' `TrainingArguments` knows can be
-set. An unknown key stops with a suggestion.
+Every key is a field of [`HyperDFlashTrainingArguments`], so every field of transformers' `TrainingArguments` can
+be set. An unknown key stops with a suggestion.
 """
 
 import difflib
+import math
 import sys
 import types
 import typing
@@ -16,17 +17,38 @@ from pathlib import Path
 
 import yaml
 from transformers import TrainingArguments
+from transformers.training_args import trainer_log_levels
 
-from ..common.console import UsageError
+from ..common.console import UsageError, check_installed
+from ..common.options import DRAFTER_OPTIONS as OPTIONS
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
-from .init import OPTIONS
 
 FEATURES = ("online", "offline")
+# Fields of transformers that this trainer cannot follow, with the value that leaves each off, and why
+UNSUPPORTED = {
+    "neftune_noise_alpha": (None, "the drafter has no embedding of its own to add noise to"),
+    "label_smoothing_factor": (0.0, "the loss is the paper's, which has none"),
+    "include_for_metrics": ([], "evaluation keeps sums, neither inputs nor losses"),
+    "eval_do_concat_batches": (True, "evaluation adds up the sums of all batches"),
+    "remove_unused_columns": (False, "the loss mask is such a column"),
+    "parallelism_config": (None, "use accelerate launch, or fsdp"),
+    "use_liger_kernel": (False, "it has no kernels for a drafter"),
+    "batch_eval_metrics": (False, "evaluation adds up the sums of all batches"),
+}
 KL_TEACHERS = ("mean_pool", "hc_head")
+AT_LEAST = {
+    **{"max_length": 3, "num_anchors": 1, "loss_chunk_size": 1, "kl_num_slots": 0, "eval_decode_max_new_tokens": 1},
+    **{"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1},
+}
+NOT_NEGATIVE = (
+    *("gamma", "kl_alpha", "eval_decode_prompts"),
+    *("learning_rate", "weight_decay", "max_grad_norm", "dataloader_num_workers"),
+)
 
 
 class RecipeError(UsageError):
-    """A recipe that cannot be run as it is written."""
+    """A recipe that cannot be run as written."""
 
 
 @dataclass
@@ -45,7 +67,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         train_data (`list[str]`), eval_data (`list[str]`, *optional*):
             Files, globs or Hub data sets; see `training/data.py`.
         mode, effort, generation (`str`):
-            Of the chat encoding, for rows that do not say their own.
+            Of the chat encoding, for rows that do not set their own.
         max_length (`int`, *optional*, defaults to 3072):
             Tokens of a sample; longer ones are cut.
         skip_bad_rows (`bool`, *optional*, defaults to `False`):
@@ -54,7 +76,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             `"online"`: the target runs in every step. `"offline"`: its residuals come from `features_dir`, written by
             `hyperdflash features`.
         num_anchors (`int`, *optional*, defaults to 512):
-            Blocks drawn from every sample, anew at every step.
+            Blocks drawn from every sample, again at every step.
         gamma (`float`, *optional*, defaults to 4.0):
             Slot k has the weight `exp(-(k - 1) / gamma)` in the cross-entropy; 0 weighs all alike.
         kl_alpha (`float`, defaults to 0.15), kl_num_slots (`int`, defaults to 2), kl_temperature (`float`, 1.0):
@@ -71,7 +93,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         eval_decode_max_new_tokens (`int`, *optional*, defaults to 128):
             Length of each.
         resume_from_checkpoint (`bool` or `str`, *optional*):
-            True goes on with the last complete checkpoint of `output_dir`, from the start where there is none.
+            True resumes from the last complete checkpoint of `output_dir`, or starts where there is none.
     """
 
     target: str | None = None
@@ -111,58 +133,89 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     logging_nan_inf_filter: bool = False
     remove_unused_columns: bool = False
     fsdp: bool | str | None = None
-    ddp_find_unused_parameters: bool | None = False  # there are none
-    use_cache: bool = True  # of the model's config, which is published as it is
+    ddp_find_unused_parameters: bool | None = False  # every parameter is used
+    use_cache: bool = True  # is written into the published config
 
     def __post_init__(self):
-        self._check()
-        if self.disable_tqdm is None:
+        self._check_values()
+        self._cast_mappings()
+        self._check_together()
+        if self.disable_tqdm is None:  # a bar for a terminal, plain lines for a log file
             self.disable_tqdm = not sys.stderr.isatty()
-        super().__post_init__()
+        if self.greater_is_better is None and self.metric_for_best_model is not None:
+            # The library takes every name but those ending in "loss" for one of which more is better
+            self.greater_is_better = not self.metric_for_best_model.endswith(("loss", "ce", "kl"))
+        try:
+            super().__post_init__()
+        except TypeError as error:
+            if not self.accelerator_config:
+                raise
+            raise RecipeError(f"accelerator_config: {error}") from error
+        # Both change which process gets which sample; the order of epochs is ours (EpochSampler)
         if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
             raise RecipeError(
                 "accelerator_config: split_batches and dispatch_batches are not supported; leave them out"
             )
 
-    def _check(self) -> None:
+    def _check_values(self) -> None:
+        """Each value alone."""
         for name, allowed in (
             ("mode", MODES),
             ("generation", tuple(EFFORT_INSTRUCTIONS)),
             ("features", FEATURES),
             ("kl_teacher", KL_TEACHERS),
+            ("train_sampling_strategy", ("random", "group_by_length")),
+            ("log_level", tuple(trainer_log_levels)),
+            ("log_level_replica", tuple(trainer_log_levels)),
         ):
             if getattr(self, name) not in allowed:
                 raise RecipeError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
         if self.effort not in EFFORT_INSTRUCTIONS[self.generation]:
             known = ", ".join(str(e) for e in EFFORT_INSTRUCTIONS[self.generation])
             raise RecipeError(f"effort of generation {self.generation!r} is one of {known}; got {self.effort!r}")
-        for name, least in (("max_length", 3), ("num_anchors", 1), ("loss_chunk_size", 1), ("kl_num_slots", 0)):
+        for name, least in AT_LEAST.items():
             if getattr(self, name) < least:
                 raise RecipeError(f"{name} must be at least {least}; got {getattr(self, name)}")
-        for name in ("gamma", "kl_alpha", "eval_decode_prompts"):
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise RecipeError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
+        for name in NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise RecipeError(f"{name} must not be negative; got {getattr(self, name)}")
         if self.max_steps <= 0 and self.num_train_epochs <= 0:
             raise RecipeError(f"num_train_epochs must be above 0; got {self.num_train_epochs}")
         if self.kl_temperature <= 0:
             raise RecipeError(f"kl_temperature must be above 0; got {self.kl_temperature}")
+        for name, (off, reason) in UNSUPPORTED.items():
+            if getattr(self, name) != off:
+                raise RecipeError(f"{name} is not supported ({reason}): leave it out")
+
+    def _cast_mappings(self) -> None:
+        """The options of `drafter` and `lora`, in their types."""
+        fields_of_config = typing.get_type_hints(HyperDFlashConfig)
+        hints = {**{name: fields_of_config[name] for name in OPTIONS}, "seed": int}
+        self.drafter = _cast_options("drafter", self.drafter, hints)
+        if self.lora is not None:
+            check_installed("peft", "lora")
+            from peft import LoraConfig
+
+            self.lora = _cast_options("lora", self.lora, typing.get_type_hints(LoraConfig))
+
+    def _check_together(self) -> None:
+        """Settings that need or exclude each other."""
         if self.features == "offline" and not self.features_dir:
             raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
         if self.eval_decode_prompts and not self.eval_data:
             raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
-        known = OPTIONS.keys() | {"seed"}
-        for name in self.drafter:
-            if name not in known:
-                raise RecipeError(f"drafter has no option {name!r}{_suggestion(name, known)}")
         if self.init_from and self.drafter:
-            raise RecipeError("init_from brings the drafter's sizes: leave out `drafter`")
+            raise RecipeError("init_from determines the drafter's sizes: leave out `drafter`")
         if self.lora is not None and not self.init_from:
             raise RecipeError("lora adapts a trained drafter: give it in init_from")
         if self.init_from and isinstance(self.resume_from_checkpoint, str):
             raise RecipeError(
                 f"resume_from_checkpoint={self.resume_from_checkpoint!r} restores optimizer, schedule and step of "
                 f"that run, init_from={self.init_from!r} starts a new one from weights: give one of them "
-                "(resume_from_checkpoint=true goes on with this run's own checkpoints)"
+                "(resume_from_checkpoint=true resumes from this run's own checkpoints)"
             )
 
 
@@ -174,36 +227,55 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> HyperDF
 def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
     """The values that a recipe and `key=value` strings, which win, give to fields of the arguments.
 
-    Raises `RecipeError` for a file that is no flat YAML mapping, unknown keys, and values of the wrong type; `OSError`
-    for a missing file.
+    Raises `RecipeError` for a file that is not a flat YAML mapping, unknown keys, and values of the wrong type;
+    `OSError` for a missing file.
     """
     if not Path(path).is_file():
         folder = Path(__file__).with_name("recipes")
         names = ", ".join(sorted(recipe.name for recipe in folder.glob("*.yaml")))
         raise FileNotFoundError(f"no recipe {path}; {folder} has {names}")
-    values = {name: _cast(name, value) for name, value in read_recipe(path).items()}
+    hints = _hints()
+    values = {name: _cast(name, value, hints[name]) for name, value in read_recipe(path).items()}
     for override in overrides or []:
         name, separator, text = override.partition("=")
         if not separator:
             raise RecipeError(f"{override!r} is not key=value")
-        values[name] = _cast(name, _from_text(name, text))
+        values[name] = _cast(name, _from_text(name, text), hints[name])
     for required in ("target", "train_data", "output_dir"):
         if not values.get(required):
-            raise RecipeError(f"{path} says no {required}: add it there, or {required}=... to the command")
+            raise RecipeError(f"{path} has no {required}: add it there, or {required}=... to the command")
     return values
 
 
 def read_recipe(path: str | Path) -> dict:
     """The file's mapping, keys checked."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8-sig"))
+        values = _load_yaml(Path(path).read_text(encoding="utf-8-sig"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is no readable YAML: {error}") from error
+        raise RecipeError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise RecipeError(f"{path} holds no `key: value` lines")
+        raise RecipeError(f"{path} has no `key: value` lines")
     for name in values:
         _check_name(str(name))
     return values
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML without duplicate keys, of which the last would win silently."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice: remove one", key.start_mark
+                )
+            keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
+        return super().construct_mapping(node, deep)
+
+
+def _load_yaml(text: str):
+    return yaml.load(text, _UniqueKeys)  # a SafeLoader
 
 
 def _check_name(name: str) -> None:
@@ -218,15 +290,15 @@ def _suggestion(name: str, known) -> str:
 
 
 def _hints() -> dict:
+    # `get_type_hints` resolves the text of annotations; fields without `init` are not settings
     settable = {f.name for f in fields(HyperDFlashTrainingArguments) if f.init}
     return {
         name: hint for name, hint in typing.get_type_hints(HyperDFlashTrainingArguments).items() if name in settable
     }
 
 
-def _kinds(name: str) -> set:
+def _kinds(hint) -> set:
     """The plain types that a field takes: `list[str] | None` -> {list, NoneType}."""
-    hint = _hints()[name]
     options = (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
@@ -235,21 +307,35 @@ def _kinds(name: str) -> set:
     return {typing.get_origin(option) or option for option in options}
 
 
-def _is_choice(name: str) -> bool:
-    return any(isinstance(kind, type) and issubclass(kind, Enum) for kind in _kinds(name))
+def _is_choice(kinds: set) -> bool:
+    return any(isinstance(kind, type) and issubclass(kind, Enum) for kind in kinds)
 
 
 def _from_text(name: str, text: str):
+    """The value of `name=text` on the command line."""
     _check_name(name)
-    if (_kinds(name) <= {str, type(None)} or _is_choice(name)) and text not in ("null", "none", "None", ""):
+    kinds = _kinds(_hints()[name])
+    if (kinds <= {str, type(None)} or _is_choice(kinds)) and text not in ("null", "none", "None", ""):
         return text
-    return yaml.safe_load(text)
+    try:
+        return _load_yaml(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{name}={text} is not readable YAML: {' '.join(str(error).split())}") from error
 
 
-def _cast(name: str, value):
-    """`value` in the type of the field `name`; YAML reads 8e-4 as text, for one."""
-    kinds = _kinds(name)
-    if value is False and _is_choice(name):
+def _cast_options(key: str, options: dict, hints: dict, without: tuple = ()) -> dict:
+    """The options under a recipe's key `drafter` or `lora`, in their types."""
+    known = hints.keys() - {"return", *without}
+    for name in options:
+        if name not in known:
+            raise RecipeError(f"{key} has no option {name!r}{_suggestion(str(name), known)}")
+    return {name: _cast(f"{key}.{name}", value, hints[name]) for name, value in options.items()}
+
+
+def _cast(name: str, value, hint):
+    """`value` in the type that `hint` asks for; YAML reads 8e-4 as text, for one."""
+    kinds = _kinds(hint)
+    if value is False and _is_choice(kinds):
         value = "no"  # which YAML takes for a false
     if value is None:
         value = [] if list in kinds and type(None) not in kinds else None
@@ -260,12 +346,16 @@ def _cast(name: str, value):
             value = float(value)
         except ValueError:
             raise _wrong_type(name, value, kinds) from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecipeError(f"{name} must be a finite number; got {value}")
     if isinstance(value, float) and float not in kinds and int in kinds and value.is_integer():
         value = int(value)
+    # `type`, as a truth value is an int too
     if type(value) is int and float in kinds and int not in kinds:
         value = float(value)
     known = {bool, int, float, str, list, dict, type(None)}
     plain = kinds & known
+    # What is left of `kinds` (choices, other classes) is written as text or as a mapping
     if type(value) not in plain and not (kinds - known and isinstance(value, str | dict)):
         raise _wrong_type(name, value, kinds)
     return value

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import PreTrainedConfig
 
 
 @dataclass
@@ -15,7 +16,7 @@ class Blocks:
     """Blocks of a batch, laid out one after the other: block token `j` belongs to anchor `j // K`, slot `j % K`.
 
     Attributes:
-        anchors (`(B, A)`): positions; -1 for a block that is not there.
+        anchors (`(B, A)`): positions; -1 for a block that does not exist.
         input_ids (`(B, A * K)`): the anchor token, then mask tokens.
         position_ids (`(B, T + A * K)`): absolute positions of the context, then of the blocks.
         labels (`(B, A, K - 1)`): the tokens that slots 1..K-1 predict, -100 where there is none.
@@ -30,7 +31,7 @@ class Blocks:
 
 
 def anchor_seed(seed: int, step: int, sample_id: int) -> int:
-    """Seed of one sample's anchors at one optimizer step: whatever the batch, the process and the past."""
+    """Seed of one sample's anchors at one optimizer step: independent of batch, process and history."""
     digest = hashlib.blake2b(f"{seed} {step} {sample_id}".encode(), digest_size=8)
     return int.from_bytes(digest.digest()) >> 1
 
@@ -51,10 +52,11 @@ def draw_anchors(loss_mask: torch.Tensor, num_anchors: int, seeds: list[int]) ->
     """
     supervised = loss_mask.bool()
     legal = supervised[:, :-1] & supervised[:, 1:]
-    legal[:, :1] = False
+    legal[:, :1] = False  # position 0 has no context
     rows = []
     for row, seed in zip(legal, seeds, strict=True):
         positions = row.nonzero()[:, 0]
+        # A generator per row: what one sample draws does not depend on the others of its batch
         order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
         rows.append(positions[order[:num_anchors]].sort().values)
     anchors = torch.full((len(rows), max(1, *map(len, rows))), -1)
@@ -82,10 +84,11 @@ def make_blocks(
     A, K = anchors.shape[1], block_size
     start = anchors.clamp(min=0)
     slots = start.unsqueeze(-1) + torch.arange(K)  # (B, A, K) absolute positions
+    # Slots past the end read the last token, and are dropped from the labels below
     ahead = slots[..., 1:].clamp(max=T - 1).flatten(1)
     labels = input_ids.gather(1, ahead).view(B, A, K - 1)
     supervised = loss_mask.bool().gather(1, ahead).view(B, A, K - 1)
-    # A slot counts while every token since the anchor is supervised: behind a gap there is nothing to draft.
+    # A slot counts while every token since the anchor is supervised: past a gap there is nothing to draft.
     supervised &= (slots[..., 1:] < T) & (anchors >= 0).unsqueeze(-1)
     supervised = supervised.long().cumprod(-1).bool()
     block_ids = torch.full((B, A, K), mask_token_id)
@@ -95,6 +98,7 @@ def make_blocks(
         input_ids=block_ids.flatten(1),
         position_ids=torch.cat([torch.arange(context_length or T).expand(B, -1), slots.flatten(1)], dim=1),
         labels=labels.masked_fill(~supervised, -100),
+        # The target predicts a token from the position before it
         teacher_positions=(slots[..., 1:] - 1).clamp(max=T - 1),
     )
 
@@ -103,11 +107,12 @@ def previous_ids(blocks: Blocks) -> torch.LongTensor:
     """The true token before each slot's, `(B, A * K)`: the anchor for slot 1, then the labels."""
     B, A, S = blocks.labels.shape
     anchor = blocks.input_ids.view(B, A, S + 1)[..., :1]
+    # The anchor's own entry is never read; where a label is missing, any id does
     return torch.cat([anchor, anchor, blocks.labels[..., :-1].clamp(min=0)], dim=-1).flatten(1)
 
 
 def attention_masks(
-    anchors: torch.LongTensor, length: int, config, dtype: torch.dtype = torch.float32
+    anchors: torch.LongTensor, length: int, config: PreTrainedConfig, dtype: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor | BlockMask]:
     """The mask of every layer type of a drafter: a slot sees the context strictly before its block's anchor (within
     the window of a sliding layer) and its own block; never another block.
@@ -126,15 +131,25 @@ def attention_masks(
     }
 
 
-def _visible(anchor, query_position, query_block, key, length: int, block_size: int, window: int | None):
-    """The rule, for tensors that broadcast; `anchor` is -1 for a block that is not there."""
+def _visible(
+    anchor: torch.Tensor,
+    query_position: torch.Tensor,
+    query_block: torch.Tensor,
+    key: torch.Tensor,
+    length: int,
+    block_size: int,
+    window: int | None,
+) -> torch.Tensor:
+    """The rule, for tensors that broadcast; `anchor` is -1 for a block that does not exist."""
     context = (key < length) & (key < anchor)
     if window is not None:
         context = context & (key > query_position - window)
     return context | ((key >= length) & ((key - length) // block_size == query_block))
 
 
-def _dense_mask(anchors, length, block_size, window, dtype) -> torch.Tensor:
+def _dense_mask(
+    anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
     A = anchors.shape[1]
     query = torch.arange(A * block_size, device=anchors.device)
     anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # (B, A*K, 1)
@@ -145,7 +160,9 @@ def _dense_mask(anchors, length, block_size, window, dtype) -> torch.Tensor:
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)
 
 
-def _block_mask(anchors, length, block_size, window, dtype) -> BlockMask:
+def _block_mask(
+    anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
+) -> BlockMask:
     B, A = anchors.shape
 
     def visible(b, h, query, key):

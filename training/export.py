@@ -1,13 +1,14 @@
 """Make a Hub folder from what a training run wrote: `hyperdflash export CHECKPOINT OUT`.
 
-    hyperdflash export runs/stage2 my-drafter                   # the run's best checkpoint, else its last whole one
+    hyperdflash export runs/stage2 my-drafter                   # the run's best checkpoint, else its last complete one
     hyperdflash export runs/stage2/checkpoint-200 my-drafter    # this one
     hyperdflash export my-drafter served --format vllm          # what vLLM loads: docs/serving.md
     hf upload someone/my-drafter my-drafter                     # everything in the folder is for the public
 
-OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, a model card with
-the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was trained on. No
-optimizer and no pickle comes along. With `--format vllm` it is the folder of `serving/vllm_format.py` instead.
+OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, the chat encoding,
+a model card with the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was
+trained on. Optimizer state and pickles are left out. With `--format vllm` it is the folder of
+`serving/vllm_format.py` instead.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..common.console import check_installed
-from ..common.files import check_output, written_whole
+from ..common.files import check_output, copy_encoding, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..serving.vllm_format import check_servable, is_served, write_vllm
 from .model_card import check_matplotlib, has_picture, write_card
@@ -42,19 +43,19 @@ def export_drafter(
     overwrite: bool = False,
     format: str = "hf",
 ) -> Path:
-    """Make a self-contained Hub folder of a trained drafter: whole, or not at all.
+    """Make a self-contained Hub folder of a trained drafter, atomically.
 
     Args:
-        checkpoint: a run's folder (its best checkpoint is taken, else its last whole one), a checkpoint's (full
+        checkpoint: a run's folder (its best checkpoint is taken, else its last complete one), a checkpoint's (full
             weights or a LoRA adapter), or a drafter's.
-        output: the folder to be made; it must not exist or be empty.
+        output: the folder to make; it must not exist, or be empty.
         run_dir: where the files lie that the card is written from; by default the run that the checkpoint is part of.
         overwrite: replace `output` if it is a drafter's folder, in either format.
         format: `"hf"`, or `"vllm"` for the folder that vLLM's plug-in loads, which has no model card of the run.
 
     Returns the folder's path.
 
-    Raises `ValueError` for a folder that holds no whole drafter, files that cannot be parsed, or a drafter that vLLM
+    Raises `ValueError` for a folder without a complete drafter, files that cannot be parsed, or a drafter that vLLM
     does not serve, `OSError` when `output` is in use or something is missing, `ImportError` when the card's picture
     needs matplotlib, or an adapter peft, and it is not installed. `output` is untouched then.
     """
@@ -64,6 +65,7 @@ def export_drafter(
     if run is not None and has_picture(run):
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
+    check_finite(drafter, checkpoint)
     if format == "vllm":
         check_servable(drafter.config)
     round_to_bf16(drafter)
@@ -72,6 +74,7 @@ def export_drafter(
             write_vllm(folder, drafter)
         else:
             drafter.save_pretrained(folder)
+            copy_encoding(folder)
             write_card(folder, drafter.config, drafter.num_parameters(), run)
     return output
 
@@ -99,43 +102,43 @@ def _config(folder: Path) -> dict:
 
 
 def find_checkpoint(folder: str | Path, run_dir: str | Path | None = None) -> tuple[Path, Path | None]:
-    """The folder that weights come from, and the folder of their run (None when they belong to none).
+    """The folder of the weights, and the folder of their run (None when they belong to no run).
 
     Raises `ValueError` for a checkpoint that was cut short, a run without a whole one, or one whose best is gone;
-    `FileNotFoundError` for a path that is no folder.
+    `FileNotFoundError` for a path that is not a folder.
     """
     folder = Path(folder).expanduser().resolve()
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder: export takes a run's, a checkpoint's or a drafter's")
+        raise FileNotFoundError(f"{folder} is not a folder: export takes a run's, a checkpoint's or a drafter's")
     run_dir = Path(run_dir).expanduser().resolve() if run_dir is not None else None
     if run_dir is not None and not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} is no folder of a run")
+        raise FileNotFoundError(f"{run_dir} is not a folder of a run")
     if list_checkpoints(folder):
         return choose_checkpoint(folder), run_dir or folder
     if re.fullmatch(r"checkpoint-\d+", folder.name):
         if read_state(folder) is None:
             raise ValueError(
-                f"{folder} was cut short while it was written: it has no whole {STATE_FILE}. Export {folder.parent} "
-                "for its last whole checkpoint"
+                f"{folder} was cut short while it was written: it has no complete {STATE_FILE}. Export "
+                f"{folder.parent} for its last complete checkpoint"
             )
         run_dir = run_dir or folder.parent
     return folder, run_dir
 
 
 def choose_checkpoint(run_dir: Path) -> Path:
-    """The best checkpoint by the run's own metric; without one, the last that was written to its end."""
+    """The best checkpoint by the run's metric; without one, the last complete one."""
     states = {path: state for path in list_checkpoints(run_dir) if (state := read_state(path)) is not None}
     if not states:
-        raise ValueError(f"{run_dir} has no whole checkpoint: none of its checkpoint-* folders has a {STATE_FILE}")
-    last = list(states)[-1]
+        raise ValueError(f"{run_dir} has no complete checkpoint: none of its checkpoint-* folders has a {STATE_FILE}")
+    last = list(states)[-1]  # its state knows the best of all before it
     best = states[last].get("best_model_checkpoint")
     if best is None:
         return last
     chosen = run_dir / Path(best).name  # the run may have been moved since
     if chosen not in states:
         raise ValueError(
-            f"{chosen.name}, the best checkpoint according to {last.name}, is gone from {run_dir} or not whole: say "
-            f"which to export, for example {last}"
+            f"{chosen.name}, the best checkpoint according to {last.name}, is missing from {run_dir} or incomplete: "
+            f"name the one to export, for example {last}"
         )
     return chosen
 
@@ -149,22 +152,33 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
         return merge_adapter(checkpoint, run_dir)
     if any(checkpoint.glob("pytorch_model_fsdp*")) and not (checkpoint / "config.json").is_file():
         raise ValueError(
-            f"{checkpoint} holds FSDP's shards and no whole drafter: go on with the run for a step with "
+            f"{checkpoint} holds FSDP's shards instead of a whole drafter: resume the run for a step with "
             "fsdp_state_dict_type FULL_STATE_DICT, and export that checkpoint"
         )
     config = _config(checkpoint)
     if is_served(config):
         raise ValueError(
-            f"{checkpoint} is a folder for vLLM: export the drafter that it was made of, or make that again with "
+            f"{checkpoint} is a folder for vLLM: export the drafter that it was made from, or read it back with "
             "hyperdflash.serving.vllm_format.read_vllm"
         )
     model_type = config.get("model_type")
     if model_type != "hyperdflash":
         found = f"a config.json of model_type {model_type!r}" if model_type else "no config.json"
-        raise ValueError(f"{checkpoint} is no drafter's folder, checkpoint or run: it has {found}")
+        raise ValueError(f"{checkpoint} is not a folder of a drafter, a checkpoint or a run: it has {found}")
+    # Before loading, whose own error does not name the file
     for path in checkpoint.glob("*.safetensors"):
         _check_readable(path)
     return HyperDFlashModel.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+def check_finite(drafter: HyperDFlashModel, checkpoint: Path) -> None:
+    """Raises `ValueError` for weights that no training should have left behind."""
+    tensors = drafter.state_dict()
+    if broken := [name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()]:
+        raise ValueError(
+            f"{len(broken)} of {len(tensors)} tensors in {checkpoint} have NaN or infinite values "
+            f"({', '.join(broken[:3])}, ...): export an earlier checkpoint"
+        )
 
 
 def _check_readable(path: Path) -> set[str]:
@@ -173,7 +187,7 @@ def _check_readable(path: Path) -> set[str]:
         with safe_open(path, framework="pt") as f:
             return set(f.keys())
     except SafetensorError as error:
-        raise ValueError(f"{path} is no readable safetensors file (cut short?): {error}") from error
+        raise ValueError(f"{path} is not a readable safetensors file (cut short?): {error}") from error
 
 
 def merge_adapter(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashModel:
@@ -206,18 +220,18 @@ def merge_adapter(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashM
 def _load_base(checkpoint: Path, name: str | None, revision: str | None) -> HyperDFlashModel:
     remedy = f"Set base_model_name_or_path in {checkpoint / ADAPTER_CONFIG} to the drafter it was trained on"
     if not name:
-        raise ValueError(f"{checkpoint} is an adapter that does not say of which drafter. {remedy}")
+        raise ValueError(f"{checkpoint} is an adapter that does not name its drafter. {remedy}")
     try:
         return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=torch.float32)
     except OSError as error:
         raise FileNotFoundError(
-            f"{name}, which the adapter in {checkpoint} belongs to, cannot be had. {remedy}"
+            f"{name}, which the adapter in {checkpoint} belongs to, could not be loaded. {remedy}"
         ) from error
 
 
 def round_to_bf16(drafter: HyperDFlashModel) -> None:
     """Round everything but the gate, in place: loading in bf16 keeps the gate in fp32 too."""
-    kept = drafter._keep_in_fp32_modules_strict
+    kept = drafter._keep_in_fp32_modules_strict  # the gate
     for name, parameter in drafter.named_parameters():
         parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else torch.bfloat16)
 
@@ -226,7 +240,7 @@ def round_to_bf16(drafter: HyperDFlashModel) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export, and say what was made."""
+    """Run the command; returns the exit status. Raises what `export_drafter` raises."""
     output = export_drafter(args.checkpoint, args.output, format=args.format)
     files = [path for path in output.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)

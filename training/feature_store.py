@@ -7,7 +7,7 @@
     eval/...                          the same for `eval_data`
 
 Samples are those of the data set, in its order. Files are written under a temporary name and renamed, so a file that
-is there is whole. Which samples a shard holds depends on their lengths alone, so a run that was killed and started
+exists is complete. Which samples a shard holds depends on their lengths alone, so a run that was killed and started
 again ends with the same files.
 
     .venv/bin/python -m pytest tests/test_features.py
@@ -42,7 +42,7 @@ FORMAT = "hyperdflash-features-1"
 MANIFEST = "manifest.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 SHARD_BYTES = 512 * 2**20  # 16k tokens of V4-Flash; a shard is built in memory and lost when the run is killed
-SAID_ONLY = ("data_files",)  # recorded for people; what the files hold is in `data`
+RECORDED_ONLY = ("data_files",)  # not compared: `data` has the hash of what the files hold
 
 
 # ----------------------------------------------------------------------------------------------------------- manifest
@@ -72,7 +72,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Raises `ValueError` for a file that is no such manifest, `FileNotFoundError` without one."""
+        """Raises `ValueError` for a file that is not a manifest, `FileNotFoundError` where there is none."""
         try:
             facts = json.loads(path.read_text())
             if facts["format"] != FORMAT:
@@ -83,28 +83,29 @@ class Manifest:
                 f"no features in {path.parent}: write them with `hyperdflash features RECIPE`"
             ) from None
         except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(f"{path} is no manifest of features: {error}") from error
+            raise ValueError(f"{path} is not a manifest of features: {error}") from error
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Write the file atomically."""
         write_atomically(path, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @property
     def fingerprint(self) -> str:
         """Of everything that two shards under the same name may differ in; stored in every shard."""
-        settings = {name: value for name, value in self.settings.items() if name not in SAID_ONLY}
+        settings = {name: value for name, value in self.settings.items() if name not in RECORDED_ONLY}
         facts = json.dumps([settings, self.token_shapes, self.shard_bytes, self.head_sha256], sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()
 
     def check_settings(self, settings: dict, folder: Path) -> None:
         """Raise `ValueError` that names every field in which `settings` differ from the recorded ones."""
+        # Through JSON, as the recorded ones went: tuples are lists there
         mine = {**dict.fromkeys(self.settings), **json.loads(json.dumps(settings))}
         there = {**dict.fromkeys(mine), **self.settings}
-        fields = [name for name in mine if mine[name] != there[name] and name not in SAID_ONLY]
+        fields = [name for name in mine if mine[name] != there[name] and name not in RECORDED_ONLY]
         if not fields:
             return
         if "data" in fields:
-            fields += [name for name in SAID_ONLY if mine.get(name) != there.get(name)]
+            fields += [name for name in RECORDED_ONLY if mine.get(name) != there.get(name)]
         lines = "; ".join(f"{name} is {there[name]!r} there and {mine[name]!r} here" for name in fields)
         raise ValueError(
             f"the features in {folder} were made with other settings: {lines}. Use the settings of that folder, or "
@@ -129,14 +130,23 @@ class FeatureWriter:
         split (`str`, *optional*, defaults to `"train"`): the sub-folder.
 
     Attributes:
-        missing (`list[range]`): samples still to be added, one range a shard.
+        missing (`list[range]`): samples still to add, one range per shard.
         num_missing_tokens, num_bytes (`int`): their tokens, and what they will take.
 
     Nothing is written before `start`. Raises `ValueError` for a folder with other settings (the fields are named),
     `OSError` for a path that cannot be written or when the disk is too small.
     """
 
-    def __init__(self, folder, settings, config, *, lengths, split="train", shard_bytes=SHARD_BYTES):
+    def __init__(
+        self,
+        folder: str | Path,
+        settings: dict,
+        config: HyperDFlashConfig,
+        *,
+        lengths: Sequence[int],
+        split: str = "train",
+        shard_bytes: int = SHARD_BYTES,
+    ):
         self.root, self.folder = Path(folder).expanduser(), Path(folder).expanduser() / split
         if settings["dtype"] not in DTYPES:
             raise ValueError(f"dtype of features is one of {', '.join(DTYPES)}; got {settings['dtype']!r}")
@@ -151,11 +161,11 @@ class FeatureWriter:
         self.missing = self._missing()
         self.num_missing_tokens = sum(self.lengths[i] for samples in self.missing for i in samples)
         self.num_bytes = self.token_bytes * self.num_missing_tokens
-        if _stored_head(self.root) is None:
+        if _stored_head(self.root) is None:  # embedding and LM head, in two bytes a number
             self.num_bytes += 2 * config.vocab_size * config.target_hidden_size * 2
         self._check_space()
 
-    def _manifest(self, settings, config, shard_bytes) -> Manifest:
+    def _manifest(self, settings: dict, config: HyperDFlashConfig, shard_bytes: int) -> Manifest:
         new = Manifest(settings, token_shapes(config), len(self.lengths), sum(self.lengths), shard_bytes)
         if not (self.folder / MANIFEST).exists():
             return new
@@ -184,7 +194,7 @@ class FeatureWriter:
         return not self.missing and _stored_head(self.root) == self.manifest.head_sha256
 
     def estimate(self) -> str:
-        """One line for people: what will be written, and what is free."""
+        """One line: how much will be written, and how much space is free."""
         free = shutil.disk_usage(_existing(self.root)).free
         return (
             f"{self.folder}: {self.num_missing_tokens:,} of {self.manifest.num_tokens:,} tokens to write, "
@@ -206,6 +216,7 @@ class FeatureWriter:
         Raises `ValueError` when the folder's features come from another head under the same name.
         """
         sha256 = head.sha256
+        # The manifest and the head's own file can disagree after a kill between the two writes
         stored = [self.manifest.head_sha256, _stored_head(self.root)]
         for other in stored:
             if other not in (None, sha256):
@@ -227,6 +238,7 @@ class FeatureWriter:
         the shard that it completes cannot be written.
         """
         tensors = {"context": context, "residual": residual}
+        # The last shard that starts at or before the sample
         shard = bisect_right(self._firsts, index) - 1
         if shard not in self._buffers:
             self._buffers[shard] = _ShardBuffer(
@@ -249,7 +261,7 @@ class FeatureWriter:
         return f"shard-{index:05d}.safetensors"
 
     def shard_mark(self, index: int) -> str:
-        """What a shard's file says of itself: of these settings, at this place."""
+        """What a shard's file records about itself: its settings and its place."""
         return _shard_mark(self.manifest, self.shards[index].start)
 
     def record(self, index: int, num_bytes: int, sha256: str) -> dict:
@@ -266,6 +278,7 @@ class FeatureWriter:
 
     def enter(self, record: dict) -> None:
         """Add a shard to the manifest."""
+        # Written after its file: a shard that the manifest has is always there
         self.manifest.shards = sorted([*self.manifest.shards, record], key=lambda shard: shard["first_sample"])
         self.manifest.complete = len(self.manifest.shards) == len(self.shards)
         self.missing = [samples for samples in self.missing if samples.start != record["first_sample"]]
@@ -301,7 +314,7 @@ class _ShardBuffer:
 
 
 def plan_shards(lengths: Sequence[int], max_tokens: int) -> list[range]:
-    """Consecutive samples, as many as `max_tokens` allow and at least one a shard."""
+    """Consecutive samples, as many as `max_tokens` allow and at least one per shard."""
     shards, first, tokens = [], 0, 0
     for index, length in enumerate(lengths):
         if index > first and tokens + length > max_tokens:
@@ -318,10 +331,10 @@ def is_finite(x: torch.Tensor) -> bool:
 
 def _check_writable(root: Path, folder: Path) -> None:
     if not root.parent.is_dir():
-        raise FileNotFoundError(f"features_dir {root}: {root.parent} is no folder; make it first")
+        raise FileNotFoundError(f"features_dir {root}: {root.parent} is not a folder; make it first")
     for path in (root, folder):
         if path.exists() and not path.is_dir():
-            raise NotADirectoryError(f"features_dir {root}: {path} is no folder")
+            raise NotADirectoryError(f"features_dir {root}: {path} is not a folder")
     if not os.access(_existing(folder), os.W_OK | os.X_OK):
         raise PermissionError(f"features_dir {root}: {_existing(folder)} is not writable")
     if folder.exists() and not (folder / MANIFEST).exists():
@@ -342,7 +355,7 @@ def _stored_head(root: Path) -> str | None:
     try:
         return json.loads(path.read_text())["sha256"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} does not say the hash of a target's head: {error}") from error
+        raise ValueError(f"{path} does not record the hash of a target's head: {error}") from error
 
 
 def _size(num_bytes: float) -> str:
@@ -375,12 +388,13 @@ class OfflineFeatures:
         damaged = [f"{name} ({problem})" for name, problem in _damaged(self.folder, self.manifest)]
         if damaged:
             raise ValueError(
-                f"{self.folder} lacks {', '.join(damaged[:5])}. `hyperdflash features RECIPE` writes what is missing"
+                f"{self.folder} lacks {', '.join(damaged[:5])}: run `hyperdflash features RECIPE` to write what is "
+                "missing"
             )
         if not self.manifest.complete:
             raise ValueError(
                 f"{self.folder} is not complete ({len(self.manifest.shards)} shards so far): `hyperdflash features "
-                "RECIPE` goes on where it stopped"
+                "RECIPE` resumes where it stopped"
             )
         if _stored_head(self.root) != self.manifest.head_sha256:
             raise ValueError(
@@ -434,7 +448,7 @@ class OfflineFeatures:
 
 
 def _damaged(folder: Path, manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Names of the shards that are not there in full, and what is wrong."""
+    """Names of missing and truncated shards, with what is wrong."""
     for shard in manifest.shards:
         path = folder / shard["file"]
         if not path.is_file():
@@ -448,7 +462,7 @@ def _shard_mark(manifest: Manifest, first_sample: int) -> str:
 
 
 @contextmanager
-def open_shard(folder: Path, shard: dict, manifest: Manifest):
+def open_shard(folder: Path, shard: dict, manifest: Manifest) -> Iterator[safe_open]:
     """The shard as `safe_open` gives it; `ValueError` for one that cannot be read, or is of another run or place."""
     path = folder / shard["file"]
     try:

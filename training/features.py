@@ -1,10 +1,10 @@
 """The target's features, computed once: `hyperdflash features RECIPE.yaml`, which `features: offline` trains from.
 
-    hyperdflash features training/recipes/tiny_headline.yaml features_dir=features             # after a kill: goes on
+    hyperdflash features training/recipes/tiny_headline.yaml features_dir=features             # the same again resumes
     hyperdflash features training/recipes/tiny_headline.yaml features_dir=features --verify    # reads all of it
     hyperdflash features recipe.yaml --vllm                     # vLLM runs the target: see vllm_features.py
 
-`feature_store.py` says what the folder holds. Samples share a forward with others of their shard and of similar
+`feature_store.py` describes the folder. Samples share a forward with others of their shard and of similar
 length, so a resumed run repeats the very forwards of an uninterrupted one.
 
 Legend: B batch, T sequence.
@@ -14,13 +14,14 @@ import argparse
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, DeepseekV4Config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
-from ..common.checkpoint import TargetCheckpoint, load_target, resolve_revision
+from ..common.checkpoint import TargetCheckpoint, load_target, recorded_name, resolve_revision
 from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
@@ -30,19 +31,24 @@ from .init import drafter_config
 from .target import OnlineFeatures
 from .vllm_features import adopt_shards, check_source, read_head, write_plan
 
-__all__ = ["FeatureWriter", "OfflineFeatures", "extract", "feature_settings", "verify"]
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 BATCH_TOKENS = 8192  # of one target forward, padding included
 
 
 def feature_settings(
-    args: HyperDFlashTrainingArguments, rows, tokenizer, config: HyperDFlashConfig, split: str = "train"
+    args: HyperDFlashTrainingArguments,
+    rows: "datasets.Dataset",
+    tokenizer: PreTrainedTokenizerBase,
+    config: HyperDFlashConfig,
+    split: str = "train",
 ) -> dict:
-    """What the features of a run depend on: the flat dict that a features folder records.
+    """Everything the features of a run depend on, as the flat dict that a features folder records.
 
     Args:
         rows (`datasets.Dataset`): the split's.
-        config: the drafter's, or `tapped_config(args)`.
+        config: the drafter's, or `read_drafter_config(args)`.
         split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
     """
     folder = Path(args.target).expanduser()
@@ -60,24 +66,32 @@ def feature_settings(
     }
 
 
-def tapped_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
-    """The configuration of the run's drafter, which says what is read of the target; no weights are opened."""
+def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
+    """The configuration of the run's drafter, which decides what is read from the target; no weights are opened.
+
+    Raises `ValueError` for `drafter` options that contradict each other or the target.
+    """
     if args.init_from:
-        return HyperDFlashConfig.from_pretrained(args.init_from)
-    return new_drafter_config(args, AutoConfig.from_pretrained(args.target, revision=args.target_revision))
+        config = HyperDFlashConfig.from_pretrained(args.init_from)
+    else:
+        target = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
+        if target.model_type != "deepseek_v4":
+            raise ValueError(f"{args.target} is a {target.model_type} model; HyperDFlash drafts for deepseek_v4")
+        config = drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
+    if config.block_size < 2:
+        raise ValueError(f"block_size {config.block_size} leaves no slot to train: it counts the anchor")
+    config.target_name_or_path, config.target_revision = recorded_name(args.target, args.target_revision)
+    return config
 
 
-def new_drafter_config(args: HyperDFlashTrainingArguments, target: DeepseekV4Config) -> HyperDFlashConfig:
-    """The configuration of the new drafter that the run's `drafter` options describe, for a target's."""
-    return drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
-
-
-def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS) -> None:
+def extract(
+    features: OnlineFeatures, rows: "datasets.Dataset", writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS
+) -> None:
     """Run the target over the rows that the writer misses; `writer.start` was called.
 
     Args:
         rows (`datasets.Dataset`): with `input_ids`, the ones whose lengths the writer has.
-        batch_tokens: of one forward, padding included; a longer sample is a batch of its own.
+        batch_tokens: tokens of one forward, padding included; a longer sample is a batch by itself.
     """
     desc, hidden = f"features {writer.folder.name}", progress_is_hidden()
     with tqdm(total=writer.num_missing_tokens, unit="tok", unit_scale=True, desc=desc, disable=hidden) as bar:
@@ -97,6 +111,7 @@ def extract(features: OnlineFeatures, rows, writer: FeatureWriter, *, batch_toke
 def make_batches(samples: range, lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
     """The samples in batches of similar length, of at most `batch_tokens` with their padding."""
     batch: list[int] = []
+    # Shortest first: the next sample is the longest of its batch, and its length decides the padding
     for index in sorted(samples, key=lambda i: lengths[i]):
         if batch and (len(batch) + 1) * lengths[index] > batch_tokens:
             yield batch
@@ -124,8 +139,8 @@ def verify(features: OfflineFeatures) -> None:
             bar.update(shard["num_bytes"])
     if problems:
         raise ValueError(
-            f"{len(problems)} of {len(manifest.shards)} shards are not as written: {'; '.join(problems[:10])}. Remove "
-            "them: `hyperdflash features RECIPE` writes what is missing"
+            f"{len(problems)} of {len(manifest.shards)} shards were changed: {'; '.join(problems[:10])}. Remove "
+            "them, and `hyperdflash features RECIPE` writes them again"
         )
     _ = features.head
 
@@ -146,6 +161,7 @@ def _verify_shard(features: OfflineFeatures, shard: dict) -> None:
         for name, shape in shapes.items():
             if file.get_slice(name).get_shape() != [offsets[-1], *shape]:
                 raise ValueError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
+    # Reading a sample checks that its values are finite
     for index in range(shard["first_sample"], shard["first_sample"] + shard["num_samples"]):
         _ = features[index]
 
@@ -157,10 +173,12 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises `RecipeError` for a recipe that cannot be run as it is."""
     recipe = load_recipe(args.recipe, args.overrides)
     if not recipe.features_dir:
-        raise RecipeError("features_dir says where features go: add it to the recipe, or features_dir=...")
+        raise RecipeError(
+            "features_dir, the folder for the features, is missing: add it to the recipe, or features_dir=..."
+        )
     recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
     tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
-    config, splits = tapped_config(recipe), {}
+    config, splits = read_drafter_config(recipe), {}
     for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
         if files:
             rows, _ = load_recipe_data(recipe, files, tokenizer)
@@ -180,6 +198,7 @@ def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, 
         writers[split] = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
         print(writers[split].estimate())
     if not all(writer.is_complete for writer in writers.values()):
+        # On several devices, a target that none of them holds alone is spread over all
         device_map = "auto" if torch.accelerator.is_available() else None
         target, _ = load_target(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
         features = OnlineFeatures(target, config)
@@ -198,7 +217,7 @@ def _plan_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, s
         writer.start(head)
         adopted = adopt_shards(writer)
         file = write_plan(writer, rows, head, checkpoint.name)
-        print(f"{file}: {adopted} shards taken in, {len(writer.missing)} of {len(writer.shards)} to be written")
+        print(f"{file}: {adopted} shards added, {len(writer.missing)} of {len(writer.shards)} still to write")
         missing += len(writer.missing)
     if missing:
         print(f"In vLLM's environment: python -m hyperdflash_vllm.features {folder} --model {recipe.target}")
@@ -210,4 +229,4 @@ def _verify_all(recipe: HyperDFlashTrainingArguments, splits: dict) -> None:
     for split, (_, settings) in splits.items():
         features = OfflineFeatures(recipe.features_dir, settings, split)
         verify(features)
-        print(f"{features.folder}: {len(features.manifest.shards):,} shards are as they were written")
+        print(f"{features.folder}: {len(features.manifest.shards):,} shards are unchanged")

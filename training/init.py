@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import DeepseekV4Config
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
-from ..common.files import check_output, written_whole
+from ..common.files import check_output, copy_encoding, written_whole
 from ..common.options import DRAFTER_OPTIONS as OPTIONS
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
@@ -194,6 +194,7 @@ def init_drafter(
     model = new_drafter(config, tensors, seed)
     with written_whole(output) as folder:
         model.save_pretrained(folder)
+        copy_encoding(folder)
     return output
 
 

@@ -1,8 +1,8 @@
 """The paper's loss: cross-entropy on every slot plus KL to the target on the first ones (section 2.3).
 
-The logits of all slots never exist at once: the LM head, both terms and their gradients are worked out for some slots
-at a time, already in the forward. That is possible because the loss is a plain sum over slots, every slot's share
-being known beforehand (`counts`).
+The logits of all slots never exist at once: the LM head, both terms and their gradients are computed for a few slots
+at a time, during the forward. That is possible because the loss is a plain sum over slots, and every slot's share is
+known beforehand (`counts`).
 
 Legend: N blocks, S slots (block_size - 1), P slots with KL, D hidden, V vocabulary, R rank of the Markov head.
 """
@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# States and logits beyond any use are cut, so that neither a sum overflows nor a difference of infinities is NaN
+# Larger states and logits are clamped: no sum overflows, and no difference of infinities becomes NaN
 STATE_LIMIT, LOGIT_LIMIT = 1e15, 1e30
 
 
 class LossOutput(NamedTuple):
     """Attributes:
     loss (`torch.Tensor`, scalar): the share of these blocks in `CE + alpha * KL`; carries the gradient.
-    ce (`(N, S)`), kl (`(N, P)`): by slot, unweighted, 0 where there is no label.
+    ce (`(N, S)`), kl (`(N, P)`): by slot, unweighted, 0 where a slot has no label.
     correct (`(N, S)`, bool): the most likely token is the label.
     overlap (`(N, S)`, or None): with `verifier_hidden`, the probability `sum min(p, q)` that a sampled draft is
         accepted.
@@ -98,7 +98,9 @@ def drafter_loss(
         return LossOutput(*_HeadLoss.apply(hidden, markov_states, markov_w2, fixed))
 
 
-def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count) -> torch.Tensor:
+def confidence_loss(
+    logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, count: torch.Tensor | int
+) -> torch.Tensor:
     """Binary cross-entropy of the estimated acceptances, greedy and sampled, each over the slots that it would reach.
 
     A greedy draft is accepted where it is the label, a sampled one with the probability `overlap`.
@@ -117,7 +119,7 @@ def confidence_loss(logits: torch.Tensor, output: LossOutput, labels: torch.Long
 
 
 class _Fixed(NamedTuple):
-    """What the loss depends on and has no gradient for; shapes as in `drafter_loss`."""
+    """Inputs of the loss that get no gradient; shapes as in `drafter_loss`."""
 
     labels: torch.LongTensor
     lm_head: torch.Tensor
@@ -133,8 +135,8 @@ class _Fixed(NamedTuple):
 class _HeadLoss(torch.autograd.Function):
     """Loss and its gradients by `hidden` and the Markov head, in one pass over chunks of blocks.
 
-    Autograd would keep the logits of all slots until the backward. Here each chunk's gradient is worked out while its
-    logits exist, and the backward only scales what the forward has found.
+    Autograd would keep the logits of all slots until the backward. Here each chunk's gradient is computed while its
+    logits exist, and the backward only scales it.
     """
 
     @staticmethod
@@ -144,7 +146,7 @@ class _HeadLoss(torch.autograd.Function):
         markov_states: torch.Tensor | None,  # (N, S, R)
         markov_w2: torch.Tensor | None,  # (V, R)
         fixed: _Fixed,
-    ):
+    ) -> tuple[torch.Tensor | None, ...]:
         labels, lm_head, temperature = fixed.labels, fixed.lm_head, fixed.temperature
         (N, S), P = labels.shape, fixed.teacher_hidden.shape[1]
         ce, kl = fixed.ce_scale.new_zeros(N, S), fixed.ce_scale.new_zeros(N, P)
@@ -163,7 +165,7 @@ class _HeadLoss(torch.autograd.Function):
             if w2 is not None:
                 logits += _logits(markov_states[rows], w2)
             # 2. Cross-entropy. The softmax is kept unnormalised: its buffer becomes the gradient's below
-            target = labels[rows].clamp(min=0).unsqueeze(-1)  # -100 is no index; `valid` drops those slots
+            target = labels[rows].clamp(min=0).unsqueeze(-1)  # -100 is not an index; `valid` drops those slots
             highest, choice = logits.max(-1)
             softmax = (logits - highest.unsqueeze(-1)).exp_()
             total = softmax.sum(-1)
@@ -199,7 +201,7 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_loss, *_):
+    def backward(ctx, grad_loss: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
         return *grads, None
 

@@ -1,4 +1,4 @@
-"""Figures of training and evaluation, from sums and counts that are divided once at the end.
+"""Figures of training and evaluation: sums and counts, divided once at the end.
 
 Legend: B batch, A anchors, S slots.
 """
@@ -7,7 +7,7 @@ import torch
 
 from .losses import LossOutput, slot_weights
 
-# Rows of a sums tensor, each with one entry a slot
+# Rows of a sums tensor, each with one entry per slot
 VALID, CORRECT, REACHED, ACCEPTED, CE, KL = range(6)
 
 
@@ -22,6 +22,7 @@ def slot_sums(output: LossOutput, labels: torch.LongTensor) -> torch.Tensor:
     valid = labels != -100
     correct = output.correct.view(labels.shape)
     accepted = correct.long().cumprod(-1).bool()
+    # A slot is reached where all earlier drafts of its block were right
     reached = valid.clone()
     reached[..., 1:] &= accepted[..., :-1]
     kl = torch.zeros_like(output.ce)
@@ -34,7 +35,7 @@ def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: fl
     """Figures of `(6, S)` sums.
 
     `expected_acceptance_length` is 1 plus the sum of cumulative products of the conditional rates: of each slot among
-    the blocks whose earlier slots were all right, which is what a round of decoding keeps. Slot weights do not enter.
+    the blocks whose earlier slots were all right, as in a round of decoding. Slot weights do not matter here.
     """
     sums = sums.double().cpu()
     num_slots = sums.shape[1]
@@ -42,6 +43,7 @@ def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: fl
     ce = float((weights * sums[CE]).sum() / (weights * sums[VALID]).sum().clamp(min=1e-8))
     by_slot = (sums[KL] / sums[VALID].clamp(min=1))[:num_kl_slots]
     kl = float(temperature**2 * by_slot.sum() / max(len(by_slot), 1))
+    # Conditional rates first, so that blocks cut short by the end of a text count in the slots that they have
     rates = (sums[ACCEPTED] / sums[REACHED].clamp(min=1)).cumprod(0)
     accuracy = sums[CORRECT] / sums[VALID].clamp(min=1)
     return {
@@ -52,3 +54,9 @@ def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: fl
         **{f"slot_accuracy_{k + 1}": float(value) for k, value in enumerate(accuracy)},
         **{f"acceptance_rate_{k + 1}": float(value) for k, value in enumerate(rates)},
     }
+
+
+def figure_names(num_slots: int) -> list[str]:
+    """The names that `summarize` gives to a drafter's figures."""
+    sums = torch.zeros(6, num_slots)
+    return list(summarize(sums, gamma=0.0, alpha=0.0, temperature=1.0, num_kl_slots=0))

@@ -1,10 +1,10 @@
-"""The model card of a trained drafter, and its pictures: written from the files of its run, and from nothing else.
+"""The model card of a trained drafter, and its picture: written from the files of its run alone.
 
     hyperdflash export run my-drafter    # writes my-drafter/README.md and my-drafter/training.png with the weights
 
 A run's folder holds `run.json` (target, data, versions), `recipe.yaml` (settings),
-`command.txt`, and in every checkpoint transformers' `trainer_state.json` (the log). What is not there is said to be
-missing. Nothing here reads weights.
+`command.txt`, and in every checkpoint transformers' `trainer_state.json` (the log). The card says which of them are
+missing. `templates/model_card.md` has its text. Nothing here reads weights.
 """
 
 import json
@@ -13,18 +13,19 @@ import re
 import statistics
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 
 from ..common.colors import BLUE, GREEN, PINK, SKY, VERMILION
 from ..common.console import check_installed
 from ..configuration_hyperdflash import HyperDFlashConfig
-from .run_folder import COMMAND_FILE, STATE_FILE, Run
+from ..target_hyperdflash import TESTED_TRANSFORMERS
+from .run_folder import COMMAND_FILE, Run, without_folders
 
 PICTURE_FILE = "training.png"
 TAGS = ["speculative-decoding", "deepseek-v4", "dflash", "hyperdflash"]
 
 
-# Where a run happened and what it was called: no setting that another run would repeat, and no business of a reader's.
+# Settings that only say where a run happened and what it was called; the table of settings leaves them out.
 PLACES = (
     "eval_data",
     "features_dir",
@@ -68,9 +69,9 @@ MEANINGS = {
     "eval_loss": "cross-entropy + alpha x KL, evaluation data",
     "eval_ce": "weighted cross-entropy of the slots against the text, nats",
     "eval_kl": "KL divergence from the target's distribution on the first slots, nats",
-    "eval_expected_acceptance_length": "1 + the rates in the table's last row: tokens a round, the target's own "
-    "included, if the target said what the evaluation data says. Fixed anchors, no decoding",
-    "eval_acceptance_length": "real greedy decoding{prompts}: tokens a round, the target's own included (tau)",
+    "eval_expected_acceptance_length": "1 + the rates in the table's last row: tokens per round, the target's own "
+    "included, if the target wrote exactly the evaluation data. Fixed anchors, no decoding",
+    "eval_acceptance_length": "real greedy decoding{prompts}: tokens per round, the target's own included (tau)",
 }
 
 
@@ -88,23 +89,30 @@ def write_card(folder: Path, config: HyperDFlashConfig, num_parameters: int, run
         draw_history(folder / PICTURE_FILE, run.history, exported_step=run.state and run.state["global_step"])
     if run.command is not None:
         (folder / COMMAND_FILE).write_text(run.command, encoding="utf-8")
-    sections = [_head(config, num_parameters), _use(config)]
-    if run.is_known():
-        sections += [_data(config, run), _figures(config, run), _training(run)]
-    else:
-        sections.append(
-            "## Training\n\nNothing is known about how these weights were trained: they were exported from a folder "
-            "that belongs to no training run." + _encoding_of(config)
-        )
-    sections.append(
-        "## License\n\nThe code in this folder is Apache-2.0, and so are the weights as far as this tool can tell: "
-        "change `license` above if your target's or your data's licence asks for another."
+    data = ModelCardData(
+        library_name="transformers",
+        license="apache-2.0",
+        tags=TAGS,
+        base_model=config.target_name_or_path if _is_hub_id(config) else None,
     )
-    (folder / "README.md").write_text("\n\n".join(sections) + "\n", encoding="utf-8")
-
-
-def _target(config: HyperDFlashConfig) -> str:
-    return config.target_name_or_path or "a DeepSeek-V4"
+    card = ModelCard.from_template(
+        data,
+        template_path=str(Path(__file__).with_name("templates") / "model_card.md"),
+        config=config,
+        num_parameters=num_parameters,
+        run=run,
+        tested=TESTED_TRANSFORMERS,
+        has_picture=has_picture(run),
+        without_folders=without_folders,
+        revision_of=lambda revision: f"revision `{revision}`" if revision else "revision not recorded",
+        **_use(config),
+        **_data(config, run),
+        **_figures(run),
+        progress=_progress(run),
+        settings=_settings(run),
+    )
+    text = re.sub("\n{3,}", "\n\n", card.content)  # of conditions that put nothing between two paragraphs
+    (folder / "README.md").write_text(text.strip() + "\n", encoding="utf-8")
 
 
 def _is_hub_id(config: HyperDFlashConfig) -> bool:
@@ -112,146 +120,61 @@ def _is_hub_id(config: HyperDFlashConfig) -> bool:
     return "/" in (config.target_name_or_path or "")
 
 
-def _head(config: HyperDFlashConfig, num_parameters: int) -> str:
-    data = ModelCardData(
-        library_name="transformers",
-        license="apache-2.0",
-        tags=TAGS,
-        base_model=config.target_name_or_path if _is_hub_id(config) else None,
-    )
-    source = "final residual" if config.context_source == "pre_hc_head" else "hidden states"
-    gate = ", its gate in fp32" if config.reducer == "hc_gate" else ""
-    return (
-        f"---\n{data.to_yaml()}\n---\n\n# HyperDFlash drafter for {_target(config)}\n\n"
-        f"One pass of this drafter drafts {config.block_size - 1} tokens from the target's own {source}; the target "
-        "checks them in one forward. Greedy decoding gives the ids of plain decoding, up to floating-point ties, and "
-        "sampling keeps the target's distribution.\n\n"
-        f"{num_parameters:,} parameters in bf16{gate}: {config.num_hidden_layers} layers, reducer "
-        f"`{config.reducer}`, context `{config.context_source}`{_heads(config)}. Embedding and LM head are "
-        "the target's and are not stored here. An independent implementation of HyperDFlash (arXiv 2606.26744)."
-    )
+def _use(config: HyperDFlashConfig) -> dict:
+    """What the snippet needs to run, and to encode as in training."""
+    target = config.target_name_or_path or "a DeepSeek-V4"
+    encoding, options = config.encoding or {}, ""
+    if encoding.get("modes") == ["thinking"]:
+        options += 'mode="thinking", '
+    if encoding.get("generation", "preview") != "preview":
+        options += f'generation="{encoding["generation"]}", '
+    return {
+        "target": target,
+        "target_name": target if _is_hub_id(config) else f"<the folder of {target}>",
+        "revision": f', revision="{config.target_revision}"' if config.target_revision else "",
+        "encoding": options,
+        "encoding_note": f" Its configuration records the encoding `{json.dumps(encoding)}`." if encoding else "",
+    }
 
 
-def _heads(config: HyperDFlashConfig) -> str:
-    """The heads beyond the paper."""
-    head = "" if config.draft_head == "none" else f", head `{config.draft_head}` of rank {config.markov_rank}"
-    return head + (", confidence head" if config.draft_confidence else "")
-
-
-def _use(config: HyperDFlashConfig) -> str:
-    target = config.target_name_or_path if _is_hub_id(config) else f"<the folder of {_target(config)}>"
-    revision = f', revision="{config.target_revision}"' if config.target_revision else ""
-    return f"""## Use
-
-```python
-from transformers import AutoModel, AutoModelForCausalLM
-
-drafter = AutoModel.from_pretrained("<this repository or folder>", trust_remote_code=True)
-target = AutoModelForCausalLM.from_pretrained("{target}"{revision}, device_map="auto")
-out = target.generate(**inputs, assistant_model=drafter)  # batch size 1; out has plain decoding's ids
-```
-
-The folder carries its code and needs torch and transformers alone. Pin what you trust from the Hub: `revision=`."""
-
-
-def _encoding_of(config: HyperDFlashConfig) -> str:
-    return f" Its configuration says the encoding `{json.dumps(config.encoding)}`." if config.encoding else ""
-
-
-def _data(config: HyperDFlashConfig, run: Run) -> str:
-    """Target and data; `run.json` is what the trainer saw."""
+def _data(config: HyperDFlashConfig, run: Run) -> dict:
+    """Target and data as the trainer saw them (`run.json`)."""
     facts = run.facts
     if facts is None:
-        return (
-            f"## Target and data\n\n- Target: `{_target(config)}`, {_revision(config.target_revision)}\n"
-            "- Data and chat encoding: not known, the run's `run.json` is missing." + _encoding_of(config)
-        )
-    name = _place(facts["target"])
-    lines = [f"- Target: `{name}`, {_revision(facts['target_revision'])}"]
-    if config.target_name_or_path not in (None, name, Path(name).name):
-        lines.append(f"- The drafter was made for `{_target(config)}`, {_revision(config.target_revision)}")
-    lines.append(
-        f"- Chat encoding: generation `{facts['generation']}`, mode `{facts['mode']}`, effort "
-        f"`{facts['effort'] or 'none'}`; rows may bring their own"
-    )
-    for title, key in (("Training data", "train_data"), ("Evaluation data", "eval_data")):
-        files = facts[key] or []
-        lines.append(f"- {title}:" if files else f"- {title}: none")
-        lines += [f"  - `{_place(f['file'])}`" + (f", sha256 `{f['sha256']}`" if f["sha256"] else "") for f in files]
+        return {"facts": None}
+    name = without_folders(facts["target"])
     hashes = [{f["sha256"] for f in facts[key] or []} - {None} for key in ("train_data", "eval_data")]
-    if hashes[0] & hashes[1]:
-        lines.append("- Training and evaluation share a file: the evaluation's figures are of texts it was trained on")
-    lines += [f"- {line}" for line in facts["data_report"] or []]
-    if before := facts.get("init_from"):
-        files = ", ".join(f"`{_place(f['file'])}`" for f in before["train_data"] or [])
-        known = f"{before['num_samples']:,} samples of {files}" if files else "data not known"
-        lines.append(f"- Before that: training started from the weights of `{_place(before['name'])}` ({known})")
-    return "## Target and data\n\n" + "\n".join(lines)
-
-
-def _revision(revision: str | None) -> str:
-    return f"revision `{revision}`" if revision else "revision not recorded"
-
-
-def _place(place: str) -> str:
-    """Of an absolute path, the name alone: the folders of somebody's machine say nothing to a reader."""
-    return Path(place).name if Path(place).is_absolute() else place
+    made_for = config.target_name_or_path
+    return {
+        "facts": facts,
+        "facts_target": name,
+        "made_for": made_for if made_for not in (None, name, Path(name).name) else None,
+        "shared_data": bool(hashes[0] & hashes[1]),
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- figures
 
 
-def _figures(config: HyperDFlashConfig, run: Run) -> str:
-    """Figures of the exported checkpoint, each with its meaning."""
-    picture = [f"![loss, acceptance length and acceptance by slot over the run's steps]({PICTURE_FILE})"]
-    if run.state is None:
-        parts = [f"## Figures\n\nOf these weights not known: the exported folder has no `{STATE_FILE}`."]
-    else:
-        log = run.state["log_history"]
-        evaluation = next((entry for entry in reversed(log) if "eval_loss" in entry), {})
-        when = f" (evaluated at step {evaluation['step']})" if evaluation else ""
-        parts = [
-            f"## Figures\n\nAt step {run.state['global_step']}{when}, of the weights in fp32; here they are rounded "
-            "to bf16."
-        ]
-        parts += _meanings({**_last(log, "loss"), **evaluation}, (run.recipe or {}).get("eval_decode_prompts"))
-        parts += _slots(config, evaluation)
-        if not evaluation:
-            parts.append("This run had evaluated nothing yet, or was not told to.")
-        elif "eval_acceptance_length" not in evaluation:
-            parts.append("Acceptance in real decoding was not measured in this run.")
-    return "\n\n".join(parts + (picture if has_picture(run) else []))
-
-
-def _meanings(figures: dict, num_prompts: int | None) -> list[str]:
-    """The table of figures that the log has."""
+def _figures(run: Run) -> dict:
+    """Figures of the exported checkpoint, each with its meaning, and the table of slots 1..K-1."""
+    log = run.state["log_history"] if run.state else []
+    evaluation = next((entry for entry in reversed(log) if "eval_loss" in entry), {})
+    loss = next((entry["loss"] for entry in reversed(log) if "loss" in entry), None)
+    # The figures of these weights: the last logged loss, then the last evaluation
+    found = evaluation if loss is None else {"loss": loss, **evaluation}
+    num_prompts = (run.recipe or {}).get("eval_decode_prompts")
     prompts = f" of {num_prompts} prompts of the evaluation data" if num_prompts else ""
-    rows = [
-        f"| `{name}` | {_number(figures[name])} | {meaning.format(prompts=prompts)} |"
+    figures = [
+        (f"`{name}`", _number(found[name]), meaning.format(prompts=prompts))
         for name, meaning in MEANINGS.items()
-        if name in figures
+        if name in found
     ]
-    return ["\n".join(["| figure | value | what it is |", "|---|---|---|", *rows])] if rows else []
-
-
-def _last(log: list[dict], name: str) -> dict:
-    return next(({name: entry[name]} for entry in reversed(log) if name in entry), {})
-
-
-def _slots(config: HyperDFlashConfig, evaluation: dict) -> list[str]:
-    """The table of slots 1..K-1, when the log has them."""
-    slots = sorted(int(name.rsplit("_", 1)[1]) for name in evaluation if re.fullmatch(r"eval_slot_accuracy_\d+", name))
-    if not slots:
-        return []
-    rows = [f"| slot | {' | '.join(map(str, slots))} |", "|---" * (len(slots) + 1) + "|"]
+    slots = sorted(_slot(name) for name in evaluation if re.fullmatch(r"eval_slot_accuracy_\d+", name))
+    rows = [("slot", *slots)] if slots else []
     for title, name in (("right", "eval_slot_accuracy"), ("right, and all before it", "eval_acceptance_rate")):
-        cells = [_number(evaluation[f"{name}_{k}"]) for k in slots]
-        rows.append(f"| {title} | {' | '.join(cells)} |")
-    given = "" if config.draft_head == "none" else ", given the text's token before it"
-    return [
-        f"Share of the evaluation's anchors at which a slot's first choice is the text's token{given}:\n\n"
-        + "\n".join(rows)
-    ]
+        rows += [(title, *(_number(evaluation[f"{name}_{k}"]) for k in slots))] if slots else []
+    return {"evaluation": evaluation, "figures": figures, "slots": rows}
 
 
 def _number(value: float) -> str:
@@ -261,24 +184,14 @@ def _number(value: float) -> str:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def _training(run: Run) -> str:
-    parts = ["## Training", *_progress(run), _settings(run)]
-    if run.command is None:
-        parts.append(f"The command is not known: the run's `{COMMAND_FILE}` is missing.")
-    else:
-        parts.append(f"The command (`{COMMAND_FILE}`):\n\n```\n{run.command.strip()}\n```")
-    versions = (run.facts or {}).get("versions")
-    text = ", ".join(f"{name} {version}" for name, version in versions.items()) if versions else "not recorded"
-    return "\n\n".join([*parts, f"Versions: {text}."])
-
-
 def _progress(run: Run) -> list[str]:
-    """Which step of the run the weights are, and how many parameters were trained."""
+    """Sentences: which step of the run the weights are, and how many parameters were trained."""
     text = []
     if run.state is not None:
         state, name = run.state, f"checkpoint-{run.state['global_step']}"
         steps = f" of {state['max_steps']}" if state.get("max_steps") else ""
         epochs = f", {state['epoch']:.4g} epochs" if state.get("epoch") is not None else ""
+        # By name: the run may have been moved since
         best = Path(state.get("best_model_checkpoint") or "").name == name
         metric = (run.recipe or {}).get("metric_for_best_model")
         by = f"; the run's best by `{metric}`" if metric else "; the run's best"
@@ -286,27 +199,21 @@ def _progress(run: Run) -> list[str]:
         speeds = [entry["tokens_per_second"] for entry in state["log_history"] if "tokens_per_second" in entry]
         text += [f"Median speed: {statistics.median(speeds):,.0f} tokens/s."] if speeds else []
     if run.facts is not None:
-        text.append(
-            f"Trained: {run.facts['num_trainable_parameters']:,} of {run.facts['num_parameters']:,} parameters."
-        )
+        trained, parameters = run.facts["num_trainable_parameters"], run.facts["num_parameters"]
+        text.append(f"Trained: {trained:,} of {parameters:,} parameters.")
         text += [] if run.facts["finished"] else ["The run had not finished when this was exported."]
-    text += ["The weights were merged from a LoRA adapter."] if run.adapter else []
-    return [" ".join(text)] if text else []
+    return text + (["The weights were merged from a LoRA adapter."] if run.adapter else [])
 
 
-def _settings(run: Run) -> str:
-    if run.recipe is None:
-        return "The settings are not known: the run's `recipe.yaml` is missing."
+def _settings(run: Run) -> list[tuple[str, str]]:
+    """Rows of the table of settings."""
     settings = {
-        name: value for name, value in run.recipe.items() if name not in PLACES and not name.endswith("_token")
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in (run.recipe or {}).items()
+        if name not in PLACES and not name.endswith("_token")
     }
-    rows = [f"| `{name}` | `{_cell(name, value)}` |" for name, value in settings.items()]
-    return "Settings:\n\n| setting | value |\n|---|---|\n" + "\n".join(rows)
-
-
-def _cell(name: str, value) -> str:
-    text = _place(value) if name in ("init_from", "resume_from_checkpoint") and isinstance(value, str) else value
-    return (text if isinstance(text, str) else json.dumps(text)).replace("|", "\\|").replace("\n", " ")
+    cells = {name: without_folders(text).replace("|", "\\|").replace("\n", " ") for name, text in settings.items()}
+    return [(f"`{name}`", f"`{text}`") for name, text in cells.items()]
 
 
 # ------------------------------------------------------------------------------------------------------------ pictures
@@ -356,6 +263,7 @@ def _slot(name: str) -> int:
 
 def _series(history: list[dict], name: str) -> tuple[list, list]:
     """Steps and values of one figure; of a long run, the means of `MAX_POINTS` equal stretches."""
+    # matplotlib would break a line at a NaN, and a picture of 20,000 points is large
     points = [(entry["step"], entry[name]) for entry in history if name in entry and math.isfinite(entry[name])]
     stretch = max(1, -(-len(points) // MAX_POINTS))
     means = [

@@ -1,4 +1,4 @@
-"""One line a step, and a bar with the time left where there is a terminal."""
+"""One line per logged step, and on a terminal a progress bar."""
 
 import time
 
@@ -30,7 +30,7 @@ class StepLog(ProgressCallback):
         if not state.is_world_process_zero:
             return
         if "loss" in logs:
-            done = max(state.global_step - self.start_step, 1)
+            done = max(state.global_step - self.start_step, 1)  # of this process: a resumed run did not do the rest
             left = (time.perf_counter() - self.start_time) / done * (state.max_steps - state.global_step)
             line = train_line(state.global_step, state.max_steps, logs, left)
         elif any(name.startswith("eval_") for name in logs):
@@ -38,7 +38,7 @@ class StepLog(ProgressCallback):
         else:
             return
         if self.training_bar is not None:
-            self.training_bar.write(line)
+            self.training_bar.write(line)  # above the bar, which stays the last line
         else:
             print(line, flush=True)
 

@@ -6,12 +6,16 @@
 
 import json
 import re
+import shlex
 import shutil
+import zipfile
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..common.files import write_atomically, written_whole
@@ -19,6 +23,9 @@ from ..modeling_hyperdflash import HyperDFlashModel
 from .arguments import HyperDFlashTrainingArguments, RecipeError
 from .data import DataReport
 from .target import TargetHead
+
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 logger = logging.get_logger(__name__)
 
@@ -39,31 +46,34 @@ FACTS = (
     "versions",
     "finished",
 )
-# Settings that a run cannot change on the way, and those that it can, with a warning.
+# A run cannot change these settings when it is resumed; it can change those of RUN_LENGTH, with a warning.
 FIXED = (
     *("seed", "data_seed", "train_sampling_strategy", "num_anchors", "gamma"),
     *("kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
-    *("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "bf16"),  # the optimizer's state has them
+    *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    # The optimizer's state has these, and would silently win over the recipe, or not fit it at all
+    *("optim", "optim_args", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("bf16", "fp16"),
 )
 RUN_LENGTH = ("num_train_epochs", "max_steps")
-# Settings that the card shows even where they are the defaults.
+# The card shows these settings even where they are the defaults.
 SHOWN = (
     *("learning_rate", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
 )
-BASE_FOLDER = "base"  # of a run that trains an adapter: the drafter that it belongs to
+BASE_FOLDER = "base"  # the drafter that a run's adapter belongs to
 
 
 @dataclass
 class Run:
-    """What the files of a run say; None, or empty, for a file that is not there.
+    """The content of a run's files; None, or empty, for a file that does not exist.
 
     Attributes:
         facts (`dict`, *optional*): `run.json`.
         recipe (`dict`, *optional*): `recipe.yaml`.
-        command (`str`, *optional*): `command.txt`, access tokens removed.
+        command (`str`, *optional*): `command.txt`, without access tokens and folders of the machine.
         state (`dict`, *optional*): the exported checkpoint's `trainer_state.json`.
-        history (`list[dict]`): the run's whole log, which goes on behind a checkpoint that is not the last.
+        history (`list[dict]`): the run's whole log, also past a checkpoint that is not the last.
         adapter (`bool`): whether the weights were merged from a LoRA adapter.
     """
 
@@ -75,12 +85,12 @@ class Run:
     adapter: bool = False
 
     def is_known(self) -> bool:
-        """Whether anything at all is known of the training."""
+        """Whether anything is known about the training."""
         return any(part is not None for part in (self.facts, self.recipe, self.command, self.state))
 
 
 def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
-    """Read what is there of a checkpoint's run. Raises `ValueError` for a file that cannot be parsed, naming it."""
+    """Read the files of a checkpoint's run that exist. Raises `ValueError` naming a file that cannot be parsed."""
     state = read_state(checkpoint)
     own = state["log_history"] if state else []
     folders = [run_dir, *list_checkpoints(run_dir)] if run_dir is not None else []
@@ -90,23 +100,39 @@ def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
     return Run(
         facts=_read(folder / RUN_FILE, _mapping(json.loads, *FACTS)),
         recipe=_read(folder / RECIPE_FILE, _mapping(yaml.safe_load)),
-        # `hub_token=hf_...` on a command line is not for the public.
-        command=command and re.sub(r"(token=)\S+|\bhf_\w{20,}", r"\1<removed>", command),
+        command=command and public_command(command),
         state=state,
-        # Only a log that goes on from this checkpoint's: the folder may hold remains of another run.
+        # Only a log that continues this checkpoint's: the folder may hold remains of another run.
         history=max([own, *(log for log in logs if log[: len(own)] == own)], key=len),
         adapter=(checkpoint / "adapter_config.json").is_file(),
     )
 
 
+def public_command(command: str) -> str:
+    """A command without access tokens and without the folders of the machine it ran on."""
+    lines = []
+    for line in command.splitlines():
+        try:
+            lines.append(shlex.join(without_folders(word) for word in shlex.split(line)))
+        except ValueError:  # edited by hand: an open quote
+            lines.append(without_folders(line))
+    return re.sub(r"(token=)\S+|\bhf_\w{20,}", r"\1<removed>", "".join(line + "\n" for line in lines))
+
+
+def without_folders(text: str) -> str:
+    """The text with absolute paths cut down: below the working directory relative to it, elsewhere the last name."""
+    text = text.replace(f"{Path.cwd()}/", "")
+    return re.sub(r"(?<![\w.:/<-])~?/(?:[^/\s=,:'\"()\[\]{}`][^/=,:'\"()\[\]{}`]*/)+", "", text)
+
+
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """A run's checkpoints by step, whole or not."""
+    """A run's checkpoints by step, complete or not."""
     folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     return sorted(folders, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
 def read_state(folder: Path) -> dict | None:
-    """A folder's `trainer_state.json`; None where there is none, or one cut short: the Trainer writes it last."""
+    """A folder's `trainer_state.json`; None where it is missing or cut short: the Trainer writes it last."""
     try:
         state = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
@@ -127,12 +153,12 @@ def _read(path: Path, parse):
 
 
 def _mapping(parse, *required: str):
-    """`parse`, held to a mapping with these keys."""
+    """`parse`, for a mapping that must have these keys."""
 
     def parse_mapping(text: str) -> dict:
         values = parse(text)
         if not isinstance(values, dict):
-            raise ValueError(f"a mapping is expected, not {type(values).__name__}")
+            raise ValueError(f"expected a mapping, got {type(values).__name__}")
         if lacking := [name for name in required if name not in values]:
             raise ValueError(f"it lacks {', '.join(lacking)}")
         return values
@@ -141,23 +167,24 @@ def _mapping(parse, *required: str):
 
 
 def check_run_folder(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
-    """Raises `FileExistsError` for a folder in use, unless it is to be gone on with, or nothing is to be written."""
+    """Raises `FileExistsError` for a folder in use, unless its run is to be resumed or nothing is to be written."""
     output = Path(args.output_dir)
     if output.exists() and not output.is_dir():
         raise FileExistsError(f"output_dir {output} is a file")
     resume, is_run = args.resume_from_checkpoint, (output / RUN_FILE).is_file()
-    goes_on = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
-    if dry_run or goes_on or not args.should_save or not output.is_dir():
+    resumes = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    if dry_run or resumes or not args.should_save or not output.is_dir():
         pass
     elif any(not path.name.endswith(".partial") for path in output.iterdir()):  # else killed before it began
-        way_out = "go on with resume_from_checkpoint=true, " if is_run else ""
+        way_out = "resume with resume_from_checkpoint=true, " if is_run else ""
         raise FileExistsError(f"output_dir {output} is not empty: {way_out}choose another, or remove it")
     if args.eval_strategy != "no" and not args.eval_data:
         raise RecipeError(f"eval_strategy {args.eval_strategy.value} needs eval_data")
 
 
 def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None:
-    """The checkpoint to go on from, or None. Raises `ValueError` where the run was another one.
+    """The checkpoint to resume from, or None. Raises `ValueError` where the run was another one, or where a file of
+    the checkpoint is missing or damaged.
 
     Folders of checkpoints that were being written when a run was killed are removed.
     """
@@ -166,50 +193,111 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
         return None
     if isinstance(resume, str):
         if read_state(Path(resume)) is None:
-            raise FileNotFoundError(f"resume_from_checkpoint {resume} is no complete checkpoint of a Trainer")
+            raise FileNotFoundError(
+                f"resume_from_checkpoint {resume} is not a complete checkpoint: it has no whole {STATE_FILE}"
+            )
         check_unchanged(Path(resume).parent, facts)
-        return check_optimizer(Path(resume))
+        return check_checkpoint(Path(resume))
     output = Path(args.output_dir)
     check_unchanged(output, facts)
     complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
+    # The state is written last: a folder without one was cut short, and nothing can be resumed from it
     if args.should_save:
         for folder in set(list_checkpoints(output)) - set(complete):
-            logger.warning(f"{folder} was not written to its end: removed")
+            logger.warning(f"{folder} was not written completely: removed")
             shutil.rmtree(folder)
     if not complete:
         logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
-    return check_optimizer(complete[-1]) if complete else None
+    return check_checkpoint(complete[-1]) if complete else None
 
 
-def check_optimizer(checkpoint: Path) -> Path:
-    """The checkpoint; raises `ValueError` for one that training could not go on from exactly."""
-    if not (checkpoint / "scheduler.pt").is_file():
+# Besides the state, exact resuming needs one file of each row; the Trainer and accelerate name them differently
+CHECKPOINT_FILES = {
+    "weights": ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", "pytorch_model*"),
+    "optimizer.pt": ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*"),
+    "scheduler.pt": ("scheduler.pt",),
+    "rng_state.pth": ("rng_state*.pth",),
+}
+
+
+def check_checkpoint(checkpoint: Path) -> Path:
+    """The checkpoint; raises `ValueError` that names the file without which a run could not be resumed exactly.
+
+    The library resumes without a missing optimizer, schedule or generator, silently on another course.
+    """
+    missing = [
+        name for name, files in CHECKPOINT_FILES.items() if not any(any(checkpoint.glob(file)) for file in files)
+    ]
+    way_out = (
+        f"remove {checkpoint} to resume from the one before it, or start a new run from its weights with "
+        f"init_from={checkpoint}"
+    )
+    if len(missing) == 3:
         raise ValueError(
-            f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot go on from it; "
-            f"init_from={checkpoint} starts a new one from its weights"
+            f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot be resumed from "
+            f"it; {way_out}"
         )
+    if missing:
+        raise ValueError(f"{checkpoint} has no {', '.join(missing)}: {way_out}")
+    for path in sorted(checkpoint.iterdir()):
+        if path.is_file() and (damage := find_damage(path)):
+            raise ValueError(f"{path} {damage}. Fetch it again, or {way_out}")
     return checkpoint
 
 
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a file of a checkpoint (empty, cut short, a Git LFS pointer), or None; reads no weights."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(64)
+        if not head:
+            return "is empty"
+        if head.startswith(b"version https://git-lfs"):
+            return "is a Git LFS pointer, not the file itself (git lfs pull)"
+        if path.suffix == ".safetensors":
+            with safe_open(path, framework="pt"):
+                pass
+        elif path.suffix in (".pt", ".pth", ".bin"):
+            zipfile.ZipFile(path).close()  # what torch.save writes; its table of contents comes last
+        elif path.name.endswith(".index.json"):
+            shards = set(json.loads(path.read_text())["weight_map"].values())
+            if gone := sorted(name for name in shards if not (path.parent / name).is_file()):
+                return f"names {', '.join(gone)}, which the folder does not have"
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    except (SafetensorError, zipfile.BadZipFile, ValueError, KeyError) as error:
+        return f"is damaged or cut short ({error})"
+    return None
+
+
 def check_unchanged(run_dir: Path, facts: dict) -> None:
-    """Raises `ValueError` where a run was made of something else; warns where it is only to go on differently."""
+    """Raises `ValueError` where the run was made with other settings; warns where only its length changes."""
     recorded = run_dir / RUN_FILE
     if not recorded.is_file():
         return
     before = json.loads(recorded.read_text())
     for name, value in facts["fixed"].items():
-        if (old := before["fixed"].get(name)) != value:
+        # Runs of earlier versions recorded fewer settings
+        if name in before["fixed"] and (old := before["fixed"][name]) != value:
             raise ValueError(
-                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it on the way; "
-                "choose another output_dir (init_from takes over the weights)"
+                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it; "
+                "choose another output_dir (init_from starts a new run from the weights)"
             )
     for name, value in facts["length"].items():
         if (old := before["length"].get(name)) != value:
-            logger.warning(f"{run_dir} goes on with {name} {value!r} instead of {old!r}: the learning rate follows")
+            logger.warning(f"{run_dir} resumes with {name} {value!r} instead of {old!r}: the learning rate follows")
 
 
-def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetHead, data_sha256: str) -> dict:
-    """What the card and a later resume need to know."""
+def run_facts(
+    args: HyperDFlashTrainingArguments,
+    rows: "datasets.Dataset",
+    report: DataReport,
+    eval_files: list[dict],
+    drafter: HyperDFlashModel,
+    head: TargetHead,
+    data_sha256: str,
+) -> dict:
+    """Facts for the card and for a later resume."""
     return {
         "target": drafter.config.target_name_or_path,
         "target_revision": drafter.config.target_revision,
@@ -225,7 +313,7 @@ def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetH
         "block_size": drafter.config.block_size,
         "init_from": lineage(args.init_from),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "fixed": {  # what a run cannot change on the way: its checkpoints would belong to something else
+        "fixed": {  # a resumed run must have the same, or its checkpoints would be those of another run
             "target": head.sha256,
             "init_from": args.init_from,
             "drafter": args.drafter,
@@ -240,7 +328,7 @@ def run_facts(args, rows, report: DataReport, eval_files, drafter, head: TargetH
 
 
 def lineage(init_from: str | None) -> dict | None:
-    """What is known of the run whose weights this one starts from: its data and size."""
+    """What is known about the run whose weights this one starts from: its data and their size."""
     if init_from is None:
         return None
     recorded = Path(init_from).parent / RUN_FILE
@@ -248,16 +336,25 @@ def lineage(init_from: str | None) -> dict | None:
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 
 
-def write_run_files(output: Path, args, values: dict, command: str, facts: dict, drafter: HyperDFlashModel) -> None:
+def write_run_files(
+    output: Path,
+    args: HyperDFlashTrainingArguments,
+    values: dict,
+    command: str,
+    facts: dict,
+    drafter: HyperDFlashModel,
+) -> None:
     """Recipe, command and facts of the run; under LoRA also `base/`, the drafter that the adapter belongs to."""
     output.mkdir(parents=True, exist_ok=True)
+    command = public_command(command)
     if (output / COMMAND_FILE).is_file():  # resumed: the first command stays
-        command = f"{(output / COMMAND_FILE).read_text().rstrip()}\n{command}"
+        before = (output / COMMAND_FILE).read_text()
+        command = before if before.endswith(command) else before + command  # a job that is requeued repeats one
     shown = {name: getattr(args, name) for name in SHOWN} | values
     shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
     write_facts(output, facts)  # first: it makes the folder a run's
     write_atomically(output / RECIPE_FILE, yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).encode())
-    write_atomically(output / COMMAND_FILE, (command + "\n").encode())
+    write_atomically(output / COMMAND_FILE, command.encode())
     if args.lora is not None and not (output / BASE_FOLDER).exists():
         with written_whole(output / BASE_FOLDER) as folder:
             drafter.save_pretrained(folder)

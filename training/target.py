@@ -1,4 +1,4 @@
-"""What training needs of the target: its residuals, and the frozen parts around them.
+"""What training needs from the target: its residuals, and the frozen parts around them.
 
 Legend: B batch, T sequence, m residual paths, D hidden, V vocabulary, L tapped layers.
 """
@@ -39,7 +39,7 @@ class Features(NamedTuple):
 
 
 class TargetHead:
-    """The target's embedding, LM head, final norm and hc_head: frozen, and never part of what is trained.
+    """The target's embedding, LM head, final norm and hc_head: frozen, and never trained.
 
     Attributes:
         config (`DeepseekV4Config`): the target's.
@@ -50,18 +50,19 @@ class TargetHead:
         self.config = config
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.embedding = self.tensors["embed_tokens.weight"]
-        self.lm_head = self.tensors.get("lm_head.weight", self.embedding)
+        self.lm_head = self.tensors.get("lm_head.weight", self.embedding)  # absent where it is tied
         self.norm, self.hc_head = (
             DeepseekV4RMSNorm(config.hidden_size, config.rms_norm_eps),
             DeepseekV4HyperHead(config),
         )
+        # The modules share these tensors: an embedding and a head of V4's size are not held twice
         self.norm.weight.data = self.tensors["norm.weight"]
         for name in ("hc_fn", "hc_base", "hc_scale"):
             getattr(self.hc_head, name).data = self.tensors[f"hc_head.{name}"]
 
     @classmethod
     def from_target(cls, target: DeepseekV4ForCausalLM) -> "TargetHead":
-        """Of a loaded target, whose tensors are shared; a tied LM head is left out."""
+        """The head of a loaded target, sharing its tensors; a tied LM head is left out."""
         for what, module in (("embedding", target.model.embed_tokens), ("LM head", target.lm_head)):
             if plain_weight(module) is None:
                 raise ValueError(
@@ -80,7 +81,7 @@ class TargetHead:
 
     @classmethod
     def load(cls, folder: str | Path) -> "TargetHead":
-        """What `save` wrote. Raises `ValueError` for tensors that are not those whose hash was stored, `OSError` for a
+        """Read what `save` wrote. Raises `ValueError` where the tensors do not have the stored hash, `OSError` for a
         missing file."""
         folder = Path(folder)
         try:
@@ -89,11 +90,11 @@ class TargetHead:
         except (json.JSONDecodeError, KeyError, SafetensorError) as error:
             raise ValueError(f"{folder}: {HEAD_FILE} or {HEAD_CONFIG_FILE} cannot be read: {error}") from error
         if head.sha256 != facts["sha256"]:
-            raise ValueError(f"{folder / HEAD_FILE} is not what its hash in {HEAD_CONFIG_FILE} says: write it again")
+            raise ValueError(f"{folder / HEAD_FILE} does not have the hash in {HEAD_CONFIG_FILE}: write it again")
         return head
 
     def save(self, folder: str | Path) -> None:
-        """Write `head.safetensors` and `head.json`, each whole or not at all."""
+        """Write `head.safetensors` and `head.json`, each atomically."""
         facts = {"sha256": self.sha256, "config": self.config.to_dict()}
         on_cpu = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
         write_atomically(Path(folder) / HEAD_FILE, save(on_cpu))
@@ -105,6 +106,7 @@ class TargetHead:
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            # As bytes: numpy has no bf16
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
@@ -116,8 +118,8 @@ class TargetHead:
             "embed.weight": self.embedding[fingerprint_rows(len(self.embedding)).to(self.embedding.device)],
         }
 
-    def to(self, device) -> "TargetHead":
-        """A head on one device; the target's own tensors stay where they are."""
+    def to(self, device: torch.device | str) -> "TargetHead":
+        """A copy on one device; the target's own tensors stay where they are."""
         return TargetHead(self.config, {name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     def embed(self, input_ids: torch.LongTensor) -> torch.Tensor:
@@ -132,7 +134,7 @@ class TargetHead:
         them as the target does, so its logits are the target's own.
         """
         with torch.autocast(residual.device.type, enabled=False):
-            residual = residual.float()
+            residual = residual.float()  # the teacher in fp32, whatever training's precision
             return self.norm(residual.mean(2) if kind == "mean_pool" else self.hc_head(residual))
 
 
@@ -145,8 +147,9 @@ class OnlineFeatures:
 
     @torch.no_grad()
     def __call__(self, batch: dict) -> Features:
-        """Features of `batch["input_ids"]` `(B, T)`, padded on the right: nothing of the padding reaches a token."""
+        """Features of `batch["input_ids"]` `(B, T)`, padded on the right, so that no token sees padding."""
         target = self.target
+        # Module by module: a caller may have left some of them in eval mode
         was_training = {module: module.training for module in target.modules()}
         target.eval()
         try:
@@ -155,6 +158,7 @@ class OnlineFeatures:
                 ResidualTap(target) as final,
                 torch.autocast(target.device.type, enabled=False),
             ):
+                # The body alone: logits of all tokens are not needed
                 target.model(batch["input_ids"].to(target.device), use_cache=False)
                 context, residual = tap.take(), final.take()
         finally:

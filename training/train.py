@@ -17,27 +17,33 @@ import tempfile
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer, DeepseekV4ForCausalLM
+from transformers import AutoTokenizer, DeepseekV4ForCausalLM, PreTrainedTokenizerBase, get_scheduler
 from transformers.utils import logging
 
-from ..common.checkpoint import check_drafter_type, load_target, resolve_revision, target_name
+from ..common.checkpoint import check_drafter_type, load_target, resolve_revision
 from ..common.console import check_installed
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
 from .arguments import HyperDFlashTrainingArguments, RecipeError, recipe_values
-from .data import hash_data, load_recipe_data
+from .data import DataReport, hash_data, load_recipe_data
 from .dataset import SampleDataset
 from .dry_run import count_parameters, print_plan, print_profile, steps_of
 from .export import export_drafter
-from .features import OfflineFeatures, feature_settings, new_drafter_config, tapped_config
+from .feature_store import OfflineFeatures
+from .features import feature_settings, read_drafter_config
 from .init import new_drafter
+from .metrics import figure_names
 from .model_card import check_matplotlib
 from .run_folder import (
     BASE_FOLDER,
     check_run_folder,
+    list_checkpoints,
+    read_state,
     resume_point,
     run_facts,
     write_facts,
@@ -46,19 +52,23 @@ from .run_folder import (
 from .target import OnlineFeatures, TargetHead
 from .trainer import HyperDFlashTrainer, Stopwatch
 
+if TYPE_CHECKING:
+    import datasets
+    from peft import PeftModel
+
 logger = logging.get_logger(__name__)
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FINAL = "final"  # of a run's folder: what is published
+FINAL = "final"  # the sub-folder that is published
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 
 
 @dataclass
 class Parts:
-    """Everything that a trainer is made of, and the facts about the run for its card."""
+    """Everything a trainer needs, and the facts about the run for its card."""
 
     drafter: HyperDFlashModel
-    model: torch.nn.Module  # what is trained: the drafter, or a copy of it with adapters
+    model: torch.nn.Module  # trained: the drafter, or a copy of it with adapters
     features: OnlineFeatures | OfflineFeatures
     target: DeepseekV4ForCausalLM | None
     train_dataset: SampleDataset
@@ -69,7 +79,7 @@ class Parts:
 def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = False) -> Path | None:
     """Run a recipe's values; returns the Hub folder, or None after a dry run.
 
-    Raises `RecipeError`, `ValueError` and `OSError` before any work where something is wrong with what it was given.
+    Raises `RecipeError`, `ValueError` or `OSError` for wrong input, before any work.
     """
     args = HyperDFlashTrainingArguments(**values)
     check_run_folder(args, dry_run)
@@ -92,25 +102,13 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     trainer = make_trainer(args, parts)
     if args.should_save:
         write_run_files(output, args, values, command, parts.facts, parts.drafter)
-    if profile:
-        trainer.stopwatch = Stopwatch(args.device)
-    if checkpoint is not None and args.should_log:
-        print(f"going on from {checkpoint}", flush=True)
-    try:
-        with trainer._timed("run"):
-            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-    except KeyboardInterrupt:
-        print(f"stopped at step {trainer.state.global_step}: resume_from_checkpoint=true goes on", file=sys.stderr)
-        raise
-    if profile and args.should_save:
-        print_profile(trainer.stopwatch.seconds)
-    if args.save_strategy == "no":
-        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+    run_steps(trainer, args, parts, checkpoint, profile)
     final = output / FINAL
     if args.should_save:
         parts.facts["finished"] = True
         write_facts(output, parts.facts)
-        export_drafter(output, final, run_dir=output, overwrite=True)
+        # A run resumed from another folder's last checkpoint has none in its own
+        export_drafter(output if list_checkpoints(output) else checkpoint, final, run_dir=output, overwrite=True)
         print(f"{final}: ready for `hf upload`")
         if push:
             publish(api, final, args)
@@ -118,14 +116,51 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     return final
 
 
+def run_steps(
+    trainer: HyperDFlashTrainer,
+    args: HyperDFlashTrainingArguments,
+    parts: Parts,
+    checkpoint: Path | None,
+    profile: bool,
+) -> None:
+    """Train from the checkpoint, or from the beginning, to the run's last step. A finished run stays as it is."""
+    *_, num_steps = steps_of(args, len(parts.train_dataset))
+    if checkpoint is not None:
+        step = read_state(checkpoint)["global_step"]
+        # The library would take one more step, past the end of the schedule
+        if step >= num_steps:
+            if args.should_log:
+                print(f"{checkpoint} is at step {step} of {num_steps}: nothing is left to train", flush=True)
+            return
+        if args.should_log:
+            print(f"resuming from {checkpoint}", flush=True)
+    if profile:
+        trainer.stopwatch = Stopwatch(args.device)
+    try:
+        with trainer._timed("run"):
+            trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+    except KeyboardInterrupt:
+        print(
+            f"stopped at step {trainer.state.global_step}: run it again with resume_from_checkpoint=true to resume",
+            file=sys.stderr,
+        )
+        raise
+    if profile and args.should_save:
+        print_profile(trainer.stopwatch.seconds)
+    if args.save_strategy == "no":
+        trainer._save_checkpoint(trainer.model_wrapped, trial=None)
+
+
 # ------------------------------------------------------------------------------------------------------------- parts
 
 
 def prepare(args: HyperDFlashTrainingArguments) -> Parts:
-    """Load data, target or features, and the drafter; every check that needs no training step is made here."""
+    """Load data, target or features, and the drafter, after every check that needs no training step."""
     revision = args.target_revision = resolve_revision(args.target, args.target_revision)
     if args.init_from:
         check_drafter_type(args.init_from)
+    config = read_drafter_config(args)
+    check_settings(args, config)
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
     eval_rows, eval_files = None, []
@@ -138,16 +173,15 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         target.requires_grad_(False).to(args.device)
     stored = eval_stored = None
     if args.features == "offline":
-        config = tapped_config(args)
         stored = OfflineFeatures(args.features_dir, feature_settings(args, train_rows, tokenizer, config))
         if eval_rows is not None:
             settings = feature_settings(args, eval_rows, tokenizer, config, "eval")
             eval_stored = OfflineFeatures(args.features_dir, settings, "eval")
     data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
-    drafter = make_drafter(args, head)
+    drafter = make_drafter(args, head, config)
     drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
-    model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora)
+    model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora, args.seed)
     return Parts(
         drafter=drafter,
         model=model,
@@ -160,8 +194,10 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     )
 
 
-def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
-    """Rows and what was left out of them, said once; the first process reads, the others take its cache."""
+def load_rows(
+    args: HyperDFlashTrainingArguments, files: list[str], tokenizer: PreTrainedTokenizerBase
+) -> "tuple[datasets.Dataset, DataReport]":
+    """Rows and a report of those left out, printed once. The first process encodes, the others read its cache."""
     with args.main_process_first(desc="data"):
         rows, report = load_recipe_data(args, files, tokenizer)
     if args.should_log:
@@ -169,7 +205,32 @@ def load_rows(args: HyperDFlashTrainingArguments, files: list[str], tokenizer):
     return rows, report
 
 
-def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperDFlashModel:
+def check_settings(args: HyperDFlashTrainingArguments, config: HyperDFlashConfig) -> None:
+    """Raises `RecipeError`, `ValueError` or `ImportError` for settings that would fail once data is encoded and the
+    target is loaded: what chooses the best checkpoint, the optimizer, the schedule, the adapter."""
+    if args.metric_for_best_model is not None:
+        names = [*figure_names(config.block_size - 1), *["acceptance_length"] * bool(args.eval_decode_prompts)]
+        if args.metric_for_best_model.removeprefix("eval_") not in names:
+            raise RecipeError(
+                f"metric_for_best_model {args.metric_for_best_model!r} is not a figure of this run's evaluations, "
+                f"which have {', '.join(names)}"
+            )
+    HyperDFlashTrainer.get_optimizer_cls_and_kwargs(args)  # raises for a package that is not installed
+    try:
+        optimizer = torch.optim.SGD([torch.zeros(1)])
+        get_scheduler(
+            args.lr_scheduler_type, optimizer, 0, 1, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {})
+        )
+    except TypeError as error:
+        raise RecipeError(f"lr_scheduler_kwargs do not fit {args.lr_scheduler_type.value}: {error}") from error
+    if args.torch_compile_mode and args.torch_compile_mode not in (modes := torch._inductor.list_mode_options()):
+        raise RecipeError(f"torch_compile_mode is one of {', '.join(modes)}; got {args.torch_compile_mode!r}")
+    if args.lora is not None:
+        with torch.device("meta"):  # sizes and names, without memory
+            with_lora(HyperDFlashModel(config), args.lora)
+
+
+def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead, config: HyperDFlashConfig) -> HyperDFlashModel:
     """A new drafter, or `init_from`'s weights, in fp32: the masters of mixed precision."""
     if args.init_from:
         base = Path(args.output_dir) / BASE_FOLDER  # what a resumed adapter was made for, whatever init_from is now
@@ -177,47 +238,43 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead) -> HyperD
         drafter = HyperDFlashModel.from_pretrained(source, dtype=torch.float32)
         check_drafter(drafter.config, head, args.init_from)
         if args.should_log and not args.resume_from_checkpoint:
-            print(f"weights of {args.init_from}; optimizer and schedule start anew", flush=True)
+            print(f"weights of {args.init_from}, with a new optimizer and schedule", flush=True)
+        drafter.config.target_name_or_path = config.target_name_or_path
+        drafter.config.target_revision = config.target_revision
+        drafter.config.target_fingerprint = target_fingerprint(head.identity())
     else:
-        config = new_drafter_config(args, head.config)
         drafter = new_drafter(config, head.identity(), args.drafter.get("seed", args.seed))
-    if drafter.config.block_size < 2:
-        raise ValueError(f"block_size {drafter.config.block_size} leaves no slot to train: it counts the anchor")
-    drafter.config.target_name_or_path = target_name(args.target)
-    drafter.config.target_revision = args.target_revision
-    drafter.config.target_fingerprint = target_fingerprint(head.identity())
     on_gpu = args.device.type == "cuda"
     # On a CPU, torch's fused attention takes twice as long as eager under a dense mask
     drafter.set_attn_implementation("flex_attention" if on_gpu else "eager")
     return drafter
 
 
-def check_drafter(config, head: TargetHead, name: str) -> None:
-    """Raises `ValueError` for a drafter of other shapes than the target's; says where its target had other weights."""
+def check_drafter(config: HyperDFlashConfig, head: TargetHead, name: str) -> None:
+    """Raises `ValueError` for shapes that differ from the target's; warns of a target with other weights."""
     check_shapes(config, head.config)
     for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
         logger.warning(f"init_from {name} was trained for other weights: {line}")
 
 
-def with_lora(drafter: HyperDFlashModel, options: dict):
+def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftModel":
     """The drafter with low-rank adapters on its projections; reducer, gate and heads are trained whole."""
     check_installed("peft", "lora")
     from peft import LoraConfig, get_peft_model
 
-    try:
-        heads = {name for name, _ in drafter.named_children() if name in ("markov_head", "confidence_head")}
-        saved = sorted({"reducer", *heads, *(options.get("modules_to_save") or [])})
-        config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": saved})
-    except TypeError as error:
-        raise RecipeError(f"lora: {error}; it takes the arguments of peft's LoraConfig") from error
-    return get_peft_model(drafter, config)
+    heads = {name for name, _ in drafter.named_children() if name in ("markov_head", "confidence_head")}
+    saved = sorted({"reducer", *heads, *(options.get("modules_to_save") or [])})
+    config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": saved})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return get_peft_model(drafter, config)
 
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
-    """Raises `ValueError` for processes and shards that the trainer cannot work with."""
+    """Raises `ValueError` for a number of processes, or a kind of shards, that the trainer cannot work with."""
     if args.n_gpu > 1:
         raise ValueError(
-            f"one process for {args.n_gpu} GPUs: start one for each with `accelerate launch -m hyperdflash train ...`,"
+            f"one process for {args.n_gpu} GPUs: start one per GPU with `accelerate launch -m hyperdflash train ...`,"
             " or choose one with CUDA_VISIBLE_DEVICES"
         )
     trainer = HyperDFlashTrainer(
@@ -228,7 +285,7 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
         eval_dataset=parts.eval_dataset,
         target=parts.target,
     )
-    if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate leaves it out without a word
+    if args.fsdp and not trainer.is_fsdp_enabled:  # accelerate ignores it silently
         raise ValueError("fsdp needs accelerators and a launcher (accelerate launch, torchrun): leave it out")
     if trainer.is_fsdp_enabled:
         shards = str(trainer.accelerator.state.fsdp_plugin.state_dict_type)
@@ -241,7 +298,7 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
 
 
 def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> None:
-    """Upload the result to `hub_model_id`, by default the output folder's name."""
+    """Upload the result to `hub_model_id`, by default named like the output folder."""
     repo = api.create_repo(
         args.hub_model_id or Path(args.output_dir).resolve().name, private=args.hub_private_repo, exist_ok=True
     )
@@ -250,7 +307,7 @@ def publish(api: HfApi, folder: Path, args: HyperDFlashTrainingArguments) -> Non
 
 
 def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
-    """The first step of a run, in a folder that is gone afterwards, and what it says about the others."""
+    """Take a run's first step in a temporary folder, and print an estimate for the others."""
     *_, num_steps = steps_of(args, len(parts.train_dataset))
     with tempfile.TemporaryDirectory() as folder:
         args.output_dir, args.max_steps = folder, 1
@@ -262,7 +319,7 @@ def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
         trainer.train()
     if args.should_log:
         seconds = int(trainer.stopwatch.seconds["step"] * num_steps)
-        print(f"time      {timedelta(seconds=seconds)} by this first step, which is the slowest")
+        print(f"time      {timedelta(seconds=seconds)} estimated from this first step, which is the slowest")
         if args.device.type == "cuda":
             print(f"memory    {torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB  peak of this step")
 

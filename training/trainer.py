@@ -1,39 +1,48 @@
 """HyperDFlashTrainer: transformers' `Trainer` with the drafter's loss.
 
-What the library cannot know is done here: denominators are counted over the whole accumulation window and all
-processes before its first forward, so gradients do not depend on how a batch is cut; anchors come from seed, step and
-sample, so a resumed run draws what the uninterrupted one would have.
+This file adds what the library cannot know. Denominators are counted over the whole accumulation window and all
+processes before its first forward, so gradients do not depend on how a batch is split. Anchors come from seed, step
+and sample, so a resumed run draws what the uninterrupted one would have drawn.
 
 Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden.
 """
 
 import contextlib
+import math
 import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
+from torch.distributed.tensor import DTensor
 from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel, Trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging
+from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import ModelOutput, logging
 
 from ..generation.decoding import timed_greedy
 from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
 from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
 from .dataset import EpochSampler, SampleDataset, collate
+from .feature_store import OfflineFeatures
 from .losses import confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
 from .run_folder import STATE_FILE
-from .target import Features
+from .target import Features, OnlineFeatures
+
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 logger = logging.get_logger(__name__)
 
 _BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")
-EVALUATION_STEP = -1  # evaluation draws its anchors as of this step: always the same ones
+EVALUATION_STEP = -1  # every evaluation draws the anchors of this step, so they are always the same
 
 
 class EpochTrainer(Trainer):
@@ -71,10 +80,10 @@ class HyperDFlashTrainer(EpochTrainer):
 
     def __init__(
         self,
-        model,
+        model: torch.nn.Module,
         args: HyperDFlashTrainingArguments,
         *,
-        features,
+        features: OnlineFeatures | OfflineFeatures,
         train_dataset: SampleDataset,
         eval_dataset: SampleDataset | None = None,
         target: DeepseekV4ForCausalLM | None = None,
@@ -104,14 +113,16 @@ class HyperDFlashTrainer(EpochTrainer):
         self.add_callback(StepLog())
 
     @property
-    def _drafter(self):
-        """The drafter itself, without the wrappers of compilation, processes and peft."""
+    def _drafter(self) -> PreTrainedModel:
+        """The drafter without the wrappers of torch.compile, DDP or FSDP, and peft."""
         model = self.accelerator.unwrap_model(self.model)
         return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
     # ------------------------------------------------------------------------------------------------------- batches
 
-    def get_batch_samples(self, epoch_iterator, num_batches, device):
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
+    ) -> tuple[list[dict], torch.Tensor]:
         """The micro-batches of one optimizer step with their blocks, and the valid slots of all of them, `(S,)`."""
         with self._timed("data"):
             batches = []
@@ -143,7 +154,13 @@ class HyperDFlashTrainer(EpochTrainer):
 
     # ---------------------------------------------------------------------------------------------------------- loss
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,  # (S,)
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """This micro-batch's share of the window's loss, times the processes over which gradients are averaged.
 
         With `return_outputs`, also the sums of each sample `(B, 6, S)`.
@@ -182,7 +199,7 @@ class HyperDFlashTrainer(EpochTrainer):
             if "confidence_logits" in slots:
                 counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
                 confidence = confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
-                loss = loss + (confidence - confidence.detach())  # a gradient, and no part of what is reported
+                loss = loss + (confidence - confidence.detach())  # adds a gradient, but nothing to the reported loss
         if not torch.isfinite(loss):
             raise ValueError(
                 f"the loss is {float(loss)} at step {self.state.global_step}, samples "
@@ -195,7 +212,7 @@ class HyperDFlashTrainer(EpochTrainer):
         loss = loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
-    def _draft(self, model, context: torch.Tensor, blocks: Blocks):
+    def _draft(self, model: torch.nn.Module, context: torch.Tensor, blocks: Blocks) -> ModelOutput:
         """The drafter's output for all blocks, its tensors `(B, A * K, ...)`."""
         length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]
         embeds = self.head.embed(blocks.input_ids).float()
@@ -217,11 +234,26 @@ class HyperDFlashTrainer(EpochTrainer):
         picked = residual[rows, positions.flatten(1)]  # (B, A * P, m, D)
         return self.head.teacher_hidden(picked, kind).view(B * A, P, picked.shape[-1])
 
-    def training_step(self, model, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs: dict, num_items_in_batch=None) -> torch.Tensor:
         with self._timed("step"):
             return super().training_step(model, inputs, num_items_in_batch)
 
-    def floating_point_ops(self, inputs) -> int:
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: torch.Tensor | None = None) -> float | None:
+        """The norm, before the optimizer's step. Raises `ValueError` where it is not finite: one such step would end
+        in NaN weights, and the next checkpoint would replace a good one."""
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if norm is None:  # DeepSpeed may keep it to itself
+            return None
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2's is spread over processes
+        # Under fp16 the scaler skips such a step by itself, and lowers its scale
+        if self.accelerator.scaler is None and not math.isfinite(norm):
+            raise ValueError(
+                f"the gradient's norm is {norm} at step {self.state.global_step}: no step was taken, and the last "
+                "checkpoint is good. Look at the data and features of this step, or lower the learning rate"
+            )
+        return norm
+
+    def floating_point_ops(self, inputs: dict) -> int:
         return 0  # not estimated
 
     # ------------------------------------------------------------------------------------------------------- logging
@@ -255,14 +287,16 @@ class HyperDFlashTrainer(EpochTrainer):
             num_kl_slots=self.num_kl_slots,
         )
 
-    def _timed(self, part: str):
+    def _timed(self, part: str) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
 
     # ---------------------------------------------------------------------------------------------------- evaluation
 
-    def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
+    def prediction_step(
+        self, model, inputs: dict, prediction_loss_only: bool, ignore_keys=None
+    ) -> tuple[None, torch.Tensor, torch.Tensor]:
         """Sums `(B, 6 * S)` at fixed anchors in place of the library's logits and labels, and no loss: the library
-        would average batches, the sums give the exact one."""
+        would average over batches, the sums give the exact value."""
         inputs = self._prepare_inputs(self._add_blocks(inputs, EVALUATION_STEP))
         with torch.no_grad(), self.compute_loss_context_manager():
             _, sums = self.compute_loss(model, inputs, return_outputs=True)
@@ -272,17 +306,21 @@ class HyperDFlashTrainer(EpochTrainer):
         sums = torch.from_numpy(prediction.predictions).sum(0)
         return self._summarize(sums.view(6, -1))
 
-    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs):
-        """As in transformers, with real decoding where it is asked for."""
+    def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
+        """As in transformers, with real decoding where `eval_decode_prompts` asks for it."""
         start = time.perf_counter()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self.args.eval_decode_prompts:
-            output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
-        self._window_start += time.perf_counter() - start  # no training happened meanwhile
+        # The data loader draws a seed from the global generator: without this, an evaluation would change the
+        # dropout of all steps after it
+        device = self.args.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+            if self.args.eval_decode_prompts:
+                output.metrics[f"{metric_key_prefix}_acceptance_length"] = self._decode()
+        self._window_start += time.perf_counter() - start  # evaluation time is not training time
         return output
 
     def _decode(self) -> float:
-        """Acceptance length of really decoding `eval_decode_prompts` prompts, greedily, pooled over rounds."""
+        """Acceptance length over all rounds of greedy decoding of `eval_decode_prompts` prompts."""
         result = torch.zeros(1, dtype=torch.float64, device=self.args.device)
         if self.is_world_process_zero():
             args, rows = self.args, self.eval_dataset.rows
@@ -292,7 +330,7 @@ class HyperDFlashTrainer(EpochTrainer):
         return float(self.accelerator.reduce(result, "sum"))
 
     def _save_checkpoint(self, model, trial) -> None:
-        """Raises `OSError` for a full disk, whichever library says so; the remains are removed."""
+        """Raises `OSError` for a full disk, whichever library reports it. A partial checkpoint is removed."""
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         try:
             super()._save_checkpoint(model, trial)
@@ -305,18 +343,24 @@ class HyperDFlashTrainer(EpochTrainer):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
             for file in Path(output_dir or self.args.output_dir).glob("*.safetensors"):
-                file.chmod(0o644)  # safetensors makes them readable by their owner alone
+                file.chmod(0o644)  # safetensors makes them readable only for their owner
 
 
-def spaced_prompts(rows, num_prompts: int) -> list[list[int]]:
+def spaced_prompts(rows: "datasets.Dataset", num_prompts: int) -> list[list[int]]:
     """The ids before the first answer of evenly spaced rows."""
     indices = torch.linspace(0, len(rows) - 1, min(num_prompts, len(rows))).long().tolist()
     return [row["input_ids"][: max(row["loss_mask"].index(1), 1)] for row in (rows[i] for i in indices)]
 
 
 @torch.no_grad()
-def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: int, max_new_tokens: int) -> float:
-    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts a round.
+def decode_prompts(
+    drafter: PreTrainedModel,
+    target: DeepseekV4ForCausalLM,
+    rows: "datasets.Dataset",
+    num_prompts: int,
+    max_new_tokens: int,
+) -> float:
+    """tau of greedy decoding from evenly spaced rows' prompts: 1 + accepted drafts per round.
 
     The drafter is left as it was: in training mode, with accelerate's forward and its own attention.
     """
@@ -338,13 +382,13 @@ def decode_prompts(drafter, target: DeepseekV4ForCausalLM, rows, num_prompts: in
 
 
 class Stopwatch:
-    """Seconds by part of a step; nested parts count for both."""
+    """Seconds spent in each part of a step; nested parts count for both."""
 
     def __init__(self, device: torch.device):
         self.device, self.seconds = device, {}
 
     @contextlib.contextmanager
-    def part(self, name: str):
+    def part(self, name: str) -> Iterator[None]:
         start = self._now()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start

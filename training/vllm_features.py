@@ -2,7 +2,7 @@
 
 The first call stores the target's head, read from the checkpoint without loading the model, and writes a plan of the
 missing shards: their files and marks, and the token ids of their samples. `python -m hyperdflash_vllm.features` in
-vLLM's environment writes the shards. The second call checks each and enters it into the manifest; what is still
+vLLM's environment writes the shards. The second call checks each and adds it to the manifest; what is still
 missing is planned again.
 
     .venv/bin/python -m pytest tests/test_vllm_features.py
@@ -11,6 +11,7 @@ missing is planned again.
 import hashlib
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,6 +21,9 @@ from ..configuration_hyperdflash import HyperDFlashConfig
 from ..pairing_hyperdflash import target_fingerprint
 from .feature_store import FeatureWriter, is_finite, open_shard
 from .target import TargetHead
+
+if TYPE_CHECKING:  # costs a second to import
+    import datasets
 
 PLAN, FORMAT = "vllm-plan.jsonl", "hyperdflash-vllm-plan-1"  # as in hyperdflash_vllm/features.py
 
@@ -36,10 +40,11 @@ def read_head(checkpoint: TargetCheckpoint, dtype: str = "auto") -> TargetHead:
         "hc_head.hc_scale": ("hc_head_scale", (1,)),
         "lm_head.weight": ("head.weight", (V, D)),
     }
-    if config.tie_word_embeddings:
+    if config.tie_word_embeddings:  # stored once, as the embedding
         del shapes["lm_head.weight"]
     tensors = {name: checkpoint.read(stored, shape) for name, (stored, shape) in shapes.items()}
     if dtype != "auto":
+        # transformers keeps hc_head in fp32 whatever the dtype
         tensors = {n: t if n.startswith("hc_head.") else t.to(getattr(torch, dtype)) for n, t in tensors.items()}
     return TargetHead(config, tensors)
 
@@ -48,12 +53,12 @@ def check_source(config: HyperDFlashConfig) -> None:
     """Raises `ValueError` for features that vLLM's buffer does not hold."""
     if config.context_source != "pre_hc_head":
         raise ValueError(
-            f"context_source {config.context_source!r}: vLLM hands on the residual before hc_head only; leave out "
+            f"context_source {config.context_source!r}: vLLM passes on only the residual before hc_head; leave out "
             "--vllm"
         )
 
 
-def write_plan(writer: FeatureWriter, rows, head: TargetHead, target: str) -> Path:
+def write_plan(writer: FeatureWriter, rows: "datasets.Dataset", head: TargetHead, target: str) -> Path:
     """Write down what vLLM is to compute, and return the file; `writer.start` was called.
 
     Args:
@@ -81,9 +86,9 @@ def write_plan(writer: FeatureWriter, rows, head: TargetHead, target: str) -> Pa
 
 
 def adopt_shards(writer: FeatureWriter) -> int:
-    """Enter shards that vLLM wrote into the manifest; returns how many. `writer.start` was called.
+    """Add the shards that vLLM wrote to the manifest; returns how many. `writer.start` was called.
 
-    Raises `ValueError` that names a shard which is not the planned one; those before it are entered.
+    Raises `ValueError` naming a shard that is not the planned one; those before it are added.
     """
     adopted = 0
     for samples in list(writer.missing):

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hyperdflash.common.files import write_atomically, written_whole
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.dataset import collate
-from hyperdflash.training.features import new_drafter_config
+from hyperdflash.training.features import read_drafter_config
 from hyperdflash.training.init import new_drafter
 from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.target import TargetHead
@@ -207,7 +207,7 @@ def write_random_gate() -> None:
     """A new drafter with a random gate instead of the target's."""
     args = load_recipe(RECIPE)
     head = TargetHead.load(args.features_dir)
-    drafter = new_drafter(new_drafter_config(args, head.config), head.identity(), seed=SEEDS[0])  # the base run's
+    drafter = new_drafter(read_drafter_config(args), head.identity(), seed=SEEDS[0])  # the base run's
     torch.manual_seed(0)
     drafter._init_weights(drafter.reducer)
     with written_whole(RANDOM_GATE) as folder:

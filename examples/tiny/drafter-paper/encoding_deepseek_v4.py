@@ -1,0 +1,1 @@
+../../../encoding_deepseek_v4.py
