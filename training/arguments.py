@@ -192,8 +192,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     def _cast_mappings(self) -> None:
         """The options of `drafter` and `lora`, in their types."""
-        fields_of_config = typing.get_type_hints(HyperDFlashConfig)
-        hints = {**{name: fields_of_config[name] for name in OPTIONS}, "seed": int}
+        # Not `get_type_hints`, which also resolves the base class's, whose torch is imported for type checkers only
+        hints = {**{name: HyperDFlashConfig.__annotations__[name] for name in OPTIONS}, "seed": int}
         self.drafter = _cast_options("drafter", self.drafter, hints)
         if self.lora is not None:
             check_installed("peft", "lora")
