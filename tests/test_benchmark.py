@@ -803,7 +803,7 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
         ({"extra": ("--temperatures", "1", "1")}, "--temperatures has a value twice"),
         ({"extra": ("--effort", "high")}, "--effort high is for thinking mode"),
         ({"extra": ("--effort", "huge", "--modes", "thinking")}, "unknown effort 'huge'"),
-        ({"extra": ("--generation", "next")}, "unknown generation 'next'"),
+        ({"extra": ("--generation", "next")}, "invalid choice: 'next'"),
     ],
 )
 def test_wrong_usage_has_status_2_and_loads_nothing(command, monkeypatch, tmp_path, capsys, options, message):
