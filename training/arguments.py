@@ -61,7 +61,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         target_revision (`str`, *optional*), target_dtype (`str`, *optional*, defaults to `"auto"`):
             Commit of a Hub id, and the dtype the target is loaded in.
         drafter (`dict`, *optional*):
-            Options of `init_drafter` for a new drafter: `block_size`, `num_hidden_layers`, `mask_token_id`, ...
+            Options of `hyperdflash init` for a new drafter: `block_size`, `num_hidden_layers`, `mask_token_id`, ...
         init_from (`str`, *optional*):
             Folder or Hub id of a drafter whose weights training starts from, with a new optimizer (stage 2).
         train_data (`list[str]`), eval_data (`list[str]`, *optional*):
@@ -193,7 +193,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     def _cast_mappings(self) -> None:
         """The options of `drafter` and `lora`, in their types."""
         # Not `get_type_hints`, which also resolves the base class's, whose torch is imported for type checkers only
-        hints = {**{name: HyperDFlashConfig.__annotations__[name] for name in OPTIONS}, "seed": int}
+        hints = {**{name: HyperDFlashConfig.__annotations__[name] | None for name in OPTIONS}, "seed": int}
         self.drafter = _cast_options("drafter", self.drafter, hints)
         if self.lora is not None:
             check_installed("peft", "lora")
@@ -323,9 +323,9 @@ def _from_text(name: str, text: str):
         raise RecipeError(f"{name}={text} is not readable YAML: {' '.join(str(error).split())}") from error
 
 
-def _cast_options(key: str, options: dict, hints: dict, without: tuple = ()) -> dict:
+def _cast_options(key: str, options: dict, hints: dict) -> dict:
     """The options under a recipe's key `drafter` or `lora`, in their types."""
-    known = hints.keys() - {"return", *without}
+    known = hints.keys() - {"return"}
     for name in options:
         if name not in known:
             raise RecipeError(f"{key} has no option {name!r}{_suggestion(str(name), known)}")
