@@ -401,7 +401,7 @@ def lossless_line(results: dict) -> str:
             f"Lossless check FAILED: {number} differ from target-only's, {others} of them by more than rounding in "
             f"{dtype} explains: there the logits of the two tokens are {gap} apart."
         )
-    elif dtype == "float32" or max(gaps) <= TIE_GAPS[torch.float32]:
+    elif dtype == "float32" or max(gaps, default=0) <= TIE_GAPS[torch.float32]:
         text = (
             f"Lossless check passed: {number} differ from target-only's, all at ties, which rounding decides: the "
             f"logits of the two tokens are {gap} apart."
