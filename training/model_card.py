@@ -17,8 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from ..common.colors import BLUE, GREEN, PINK, SKY, VERMILION
 from ..common.console import check_installed
-from ..configuration_hyperdflash import HyperDFlashConfig
-from ..target_hyperdflash import TESTED_TRANSFORMERS
+from ..configuration_hyperdflash import TESTED_TRANSFORMERS, HyperDFlashConfig
 from .run_folder import COMMAND_FILE, Run, without_folders
 
 PICTURE_FILE = "training.png"
