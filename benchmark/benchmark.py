@@ -22,17 +22,16 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from ..common.checkpoint import DTYPES, TargetCheckpoint, encoding_mismatch, load_target
+from ..common.checkpoint import TargetCheckpoint, encoding_mismatch, load_target
 from ..common.console import UsageError, check_positive, progress_is_hidden
 from ..common.files import write_atomically
-from ..encoding_deepseek_v4 import MODES, check_options, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import check_options, encode_with_mask, to_message
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.trace import write_trace
 from ..generation.trace_recorder import RoundRecorder, Trace
@@ -47,7 +46,7 @@ from .methods import (
     parse_methods,
 )
 from .plot import NOTHING_TO_DRAW, check_pictures, draw_pictures
-from .prompt_sets import PUBLIC_SETS, Prompt, PromptSet, check_names, fetch, read_file
+from .prompt_sets import Prompt, PromptSet, check_names, fetch, read_file
 from .records import KEY, Records
 from .report import COMMAND_FILE, definitions, make_rows, make_tables, run_notes, token_notes, write_report
 from .timing import timed_call
@@ -274,57 +273,6 @@ def call_seed(seed: int, dataset: str, prompt: int, turn: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `benchmark` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "benchmark",
-        help="measure acceptance length and speed-up of several methods",
-        description="Measure acceptance length and speed-up of several methods on the same prompts. The same command "
-        "goes on after a stop.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of a DeepSeek-V4")
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        required=True,
-        metavar="METHOD",
-        help="name:N[=CHECKPOINT[,CHECKPOINT...]], N drafts a round: target-only (always measured), prompt-lookup:N, "
-        "mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, fc:N=, and with "
-        "heads hyperdflash+markov:N=, hyperdflash+markov+confidence:N=, mean+markov:N=, dspark-like:N=. Checkpoints "
-        "are folders or Hub ids (id@revision); several are one method trained with several seeds",
-    )
-    parser.add_argument(
-        "--datasets",
-        nargs="+",
-        default=[],
-        metavar="SET",
-        help=f"public sets from the Hub, or SET@revision: {', '.join(PUBLIC_SETS)}",
-    )
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines of prompts")
-    parser.add_argument("--num-prompts", type=int, help="of each set, after a seeded shuffle (default: all)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["non-thinking"])
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], metavar="T", help="0 is greedy")
-    parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], metavar="S", help="of sampling; greedy needs none"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for records and results")
-    parser.add_argument(
-        "--trace",
-        action="store_true",
-        help="also write trace.html: every round of every method on the first prompt of each set, decoded once more",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
-    parser.add_argument("--target-revision")
-    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -26,20 +26,6 @@ NOTHING_TO_DRAW = f"only {TARGET_ONLY} was measured"
 SIZES = ("num_prompts", "num_new_tokens")  # equal for plain decoding of the same prompts
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `plot` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "plot",
-        help="make table and pictures of benchmark results again",
-        description="Make table.md, acceptance.png and speedup.png from the results.json of one or more benchmarks.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="output of `hyperdflash benchmark`")
-    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for table and pictures")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0. Raises `ValueError` and `OSError` before anything is written."""
     check_pictures()

@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import logging
 
-from ..common.checkpoint import DTYPES, load_drafter, load_target
+from ..common.checkpoint import load_drafter, load_target
+from ..common.options import DTYPES
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation.demo import PROMPTS, TINY
 from ..generation.demo import generate as generate_demo

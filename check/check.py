@@ -25,11 +25,19 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from ..benchmark.prompt_sets import history_and_turns
-from ..common.checkpoint import DTYPES, check_folder, encoding_mismatch, load_drafter, load_target
-from ..common.console import UsageError, check_positive
+from ..common.checkpoint import (
+    check_device_map,
+    check_folder,
+    check_target,
+    encoding_mismatch,
+    load_drafter,
+    load_target_model,
+    load_tokenizer,
+)
+from ..common.console import UsageError
 from ..common.data_files import read_rows
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..encoding_deepseek_v4 import MODES, check_options, encode_messages, encode_with_mask
+from ..encoding_deepseek_v4 import check_options, encode_messages, encode_with_mask
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
@@ -350,44 +358,13 @@ def examine(pair: Pair) -> Iterator[Finding]:
 # ------------------------------------------------------------------------------------------------------------- command
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "check",
-        help="find out why a drafter accepts little",
-        description="Go through the known causes of a drafter that accepts little or nothing, mostly by experiment on "
-        "texts that the target writes. Exit status 3 when a cause was found.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
-    parser.add_argument("drafter", help="folder or Hub id of its drafter")
-    parser.add_argument(
-        "--prompts",
-        help='JSONL with {"prompt"}, {"turns"} or {"messages"} (default: built-in prompts); answers in it are judged '
-        "beside the target's own",
-    )
-    parser.add_argument("--num-prompts", type=int, default=len(BUILT_IN_PROMPTS), help="the first so many")
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="that the target writes to each prompt")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="the experiments compute in fp32 in any case")
-    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
-    parser.add_argument("--target-revision")
-    parser.add_argument("--drafter-revision")
-    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or `CAUSE_FOUND`.
 
     Raises `UsageError` for wrong options or folders in the wrong order; `ValueError` and `OSError` if the checks
     cannot run.
     """
-    check_positive(args, "num_prompts", "max_new_tokens", "threads")
-    if args.effort is not None and args.mode != "thinking":
-        raise UsageError(f"--effort {args.effort} is for thinking mode: add --mode thinking")
+    check_device_map(args.device_map)
     check_types(args)
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
@@ -435,13 +412,16 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
         return
-    generation = (config.encoding or {}).get("generation", "preview")
+    generation = args.generation or (config.encoding or {}).get("generation", "preview")
     encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
     try:
         check_options(**encoding)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
+    limit = check_target(args.target, args.target_revision).max_position_embeddings - args.max_new_tokens
+    tokenizer = load_tokenizer(args.target, args.target_revision)
+    prompts, given = encode_chats(chats, tokenizer, encoding, limit)
+    target = load_target_model(args.target, args.target_revision, args.dtype, args.device_map)
     try:
         drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
     except errors as error:
@@ -453,7 +433,8 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
         Pair(
             target,
             drafter,
-            *encode_chats(chats, tokenizer, encoding, target.config.max_position_embeddings - args.max_new_tokens),
+            prompts,
+            given,
             special_ids=tokenizer.get_added_vocab(),
             mode=args.mode,
             max_new_tokens=args.max_new_tokens,

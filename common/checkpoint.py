@@ -1,4 +1,4 @@
-"""Checkpoints: a target's read in part (a few named tensors, from a folder or the Hub), models loaded."""
+"""Checkpoints: found, checked by their configuration, read in part (a few named tensors of a target), and loaded."""
 
 import json
 from collections.abc import Callable
@@ -8,12 +8,16 @@ from pathlib import Path
 import torch
 from huggingface_hub import HfFileSystem, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV4Config, PreTrainedConfig
 from transformers.utils import logging
 
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..pairing_hyperdflash import fingerprint_rows
+from ..pairing_hyperdflash import check_shapes, fingerprint_rows
+from .console import UsageError
+from .files import read_json
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +62,7 @@ def tensor_files(
     """
     open_tensors = open_tensors or (lambda name: _open(file(name)))
     try:
-        return json.loads(file(INDEX_FILE).read_text())["weight_map"]
+        return read_json(file(INDEX_FILE))["weight_map"]
     except (EntryNotFoundError, FileNotFoundError):
         pass
     try:
@@ -78,14 +82,14 @@ class TargetCheckpoint:
         revision (`str`, *optional*): the commit that every file comes from; None for a folder.
         config (`DeepseekV4Config`): the target's configuration.
 
-    Raises `ValueError` for what is no DeepSeek-V4 checkpoint, `OSError` when a file is missing.
+    Raises `ValueError` for what is not a DeepSeek-V4 checkpoint, `OSError` when a file is missing.
     """
 
     def __init__(self, target: str | Path, revision: str | None = None):
-        folder = Path(target).expanduser()
-        self.folder = folder.resolve() if folder.is_dir() else None
-        self.name, self.revision = recorded_name(target, resolve_revision(target, revision))
-        raw = json.loads(self.file("config.json").read_text())
+        source, revision = resolve_checkpoint(target, revision)
+        self.folder = Path(source).resolve() if Path(source).is_dir() else None
+        self.name, self.revision = recorded_name(source, revision)
+        raw = read_json(self.file("config.json"))
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
         self.files = tensor_files(self.file, self.name, self.open)
@@ -152,21 +156,42 @@ def recorded_name(target: str | Path, revision: str | None = None) -> tuple[str,
     return folder.name, revision
 
 
-def resolve_revision(target: str | Path, revision: str | None) -> str | None:
-    """The commit that a revision of a Hub id stands for, None for a folder. All files are taken from this one."""
-    repo = str(target)
-    if Path(repo).expanduser().is_dir():
+def resolve_checkpoint(given: str | Path, revision: str | None = None) -> tuple[str, str | None]:
+    """What `from_pretrained` takes: a folder's path and None, or a Hub id and the commit that all files come from.
+
+    Resolving what was resolved before changes nothing, and needs no network once the commit's config is in the cache.
+
+    Args:
+        given: a folder, a Hub id, or `id@revision`.
+        revision: branch, tag or commit; wins over the one in `given`.
+
+    Raises `UsageError` for a revision of a folder, `OSError` for what is neither a folder nor on the Hub.
+    """
+    folder = Path(given).expanduser()
+    if folder.is_dir():
         if revision is not None:
-            raise ValueError(f"revision={revision!r} belongs to a Hub id, but {target} is a folder")
-        return None
+            raise UsageError(f"revision={revision!r} belongs to a Hub id, but {given} is a folder")
+        return str(folder), None
+    repo, _, at = str(given).partition("@")
+    revision = revision or at or None
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:  # a path that leads nowhere, as it is not a Hub id
+        raise FileNotFoundError(f"no folder {given}") from error
     try:
         path = hf_hub_download(repo, "config.json", revision=revision)
-    except (OSError, HFValidationError) as error:
+    except OSError as error:
         at = "" if revision is None else f" at revision {revision}"
+        reason = " ".join(str(error).split())
         raise OSError(
-            f"{repo} is no folder here, and its config.json{at} cannot be had from the Hub: {error}"
+            f"{repo} is not a folder here, and its config.json{at} could not be downloaded from the Hub: {reason}"
         ) from error
-    return Path(path).parent.name  # the cache keeps files in a folder named for the commit
+    return repo, Path(path).parent.name  # the cache keeps files in a folder named for the commit
+
+
+def resolve_revision(target: str | Path, revision: str | None) -> str | None:
+    """The commit of a Hub id, None for a folder: see `resolve_checkpoint`."""
+    return resolve_checkpoint(target, revision)[1]
 
 
 @contextmanager
@@ -176,7 +201,7 @@ def _open(path: Path):
             yield f
     except SafetensorError as error:
         raise ValueError(
-            f"{path.name} is no readable safetensors file (cut short, or a Git LFS pointer?): {error}"
+            f"{path.name} is not a readable safetensors file (cut short, or a Git LFS pointer?): {error}"
         ) from error
 
 
@@ -258,36 +283,94 @@ def read_identity(checkpoint: TargetCheckpoint, has_hc_head: bool = True) -> dic
     return tensors
 
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+AUTO_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def check_folder(name: str) -> None:
-    """Raises `OSError` where a path was meant and is no folder; what else a name may be is the Hub's to say."""
-    if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-        raise OSError(f"no folder {name}")
+    """Raises `OSError` where a path was meant and is not a folder; what else a name may be is the Hub's to say."""
+    if not Path(name).expanduser().is_dir():
+        try:
+            validate_repo_id(name.partition("@")[0])
+        except HFValidationError as error:
+            raise FileNotFoundError(f"no folder {name}") from error
+
+
+def check_device_map(device_map: str | None) -> None:
+    """Raises `UsageError` for a device that this machine does not have. accelerate reads maps of modules itself."""
+    if not isinstance(device_map, str) or device_map in AUTO_DEVICE_MAPS:
+        return
+    try:
+        device = torch.device(device_map)
+    except RuntimeError as error:
+        known = ", ".join(AUTO_DEVICE_MAPS)
+        raise UsageError(
+            f"device_map {device_map!r} is not a device, e.g. cpu or cuda:0, nor one of {known}"
+        ) from error
+    if device.type == "cpu":
+        return
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != device.type or (device.index or 0) >= torch.accelerator.device_count():
+        found = "no accelerator" if here is None else f"{torch.accelerator.device_count()} of type {here.type}"
+        raise UsageError(f"device_map {device_map!r}: torch finds {found} on this machine")
+
+
+def check_target(name: str, revision: str | None = None) -> DeepseekV4Config:
+    """A target's configuration, of which no weights are read. Raises `ValueError` for another model, `OSError`."""
+    name, revision = resolve_checkpoint(name, revision)
+    raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    _check_model_type(raw, name)
+    return DeepseekV4Config.from_dict(raw)
+
+
+def check_drafter(name: str, revision: str | None, target: DeepseekV4Config) -> HyperDFlashConfig:
+    """A drafter's configuration, of which no weights are read.
+
+    Raises `ValueError` for another model, or a drafter for a target of other shapes, `OSError` for none at all.
+    """
+    name, revision = resolve_checkpoint(name, revision)
+    check_drafter_type(name, revision)
+    config = HyperDFlashConfig.from_pretrained(name, revision=revision)
+    check_shapes(config, target)
+    return config
 
 
 def load_target(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
-    """Target and tokenizer. Raises `ValueError` for a model that is no DeepSeek-V4."""
-    check_folder(name)
-    model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
-    if model_type != "deepseek_v4":
-        raise ValueError(f"{name} is a {model_type} model; HyperDFlash drafts for deepseek_v4")
-    target = AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, device_map=device_map)
-    return target.eval(), AutoTokenizer.from_pretrained(name, revision=revision)
+    """Target and tokenizer. Raises `ValueError` for a model that is not DeepSeek-V4."""
+    return load_target_model(name, revision, dtype, device_map), load_tokenizer(name, revision)
+
+
+def load_target_model(name: str, revision: str | None, dtype: str = "auto", device_map: str | None = None):
+    """The target alone; errors as in `load_target`."""
+    if dtype == "float16":
+        raise UsageError("DeepSeek-V4 does not run in float16 in transformers: choose bfloat16, float32 or auto")
+    check_device_map(device_map)
+    name, revision = resolve_checkpoint(name, revision)
+    check_target(name, revision)
+    return AutoModelForCausalLM.from_pretrained(name, revision=revision, dtype=dtype, device_map=device_map).eval()
+
+
+def load_tokenizer(name: str, revision: str | None = None):
+    """A checkpoint's tokenizer. Raises `OSError` in one line when there is none."""
+    name, revision = resolve_checkpoint(name, revision)
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision)
+    except (OSError, ValueError) as error:
+        raise OSError(f"no tokenizer could be loaded from {name}: {' '.join(str(error).split())}") from error
 
 
 def load_drafter(name: str, revision: str | None, dtype: str, target) -> HyperDFlashModel:
     """The drafter, by this package's own code, on the target's device. Raises `ValueError` for another model."""
+    name, revision = resolve_checkpoint(name, revision)
     check_drafter_type(name, revision)
     return HyperDFlashModel.from_pretrained(name, revision=revision, dtype=dtype).eval().to(target.device)
 
 
 def check_drafter_type(name: str, revision: str | None = None) -> None:
-    """Raises `ValueError` for a model that is no drafter, `OSError` for none at all."""
+    """Raises `ValueError` for a model that is not a drafter, `OSError` for none at all."""
+    name, revision = resolve_checkpoint(name, revision)
     model_type = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     if model_type != "hyperdflash":
-        raise ValueError(f"{name} is no HyperDFlash drafter: its model_type is {model_type}")
+        raise ValueError(f"{name} is not a HyperDFlash drafter: its model_type is {model_type}")
 
 
 def encoding_mismatch(config: PreTrainedConfig | None, mode: str, generation: str) -> str | None:

@@ -29,7 +29,7 @@ def check_installed(package: str, purpose: str) -> None:
 
 
 def visible(text: str) -> str:
-    """The text with its control characters to be seen: `⏎` before each line break, `␉` for a tab, and so on."""
+    """The text with visible control characters: `⏎` before each line break, `␉` for a tab, and so on."""
     return "".join(map(_visible_character, text))
 
 

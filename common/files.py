@@ -1,13 +1,31 @@
-"""Files and folders that are written atomically: whole or not at all."""
+"""Text files read, with errors that name them; files and folders written atomically: complete or not at all."""
 
+import json
 import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
 
 
+def read_text(path: str | Path) -> str:
+    """A UTF-8 file's text, without its byte order mark. Raises `ValueError` for another encoding, `OSError`."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def read_json(path: str | Path):
+    """A JSON file's value. Raises `ValueError` that names the file, `OSError`."""
+    text = read_text(path)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `path` whole or not at all: to a temporary name, synced, then renamed. Raises `OSError` naming it."""
+    """Write `path` atomically: to a temporary name, synced, then renamed. Raises `OSError` that names it."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:

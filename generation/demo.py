@@ -7,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ..common.checkpoint import load_drafter, load_target
+from ..common.checkpoint import check_drafter, check_target, load_drafter, load_target
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
 from .decoding import first_difference, timed_greedy
@@ -21,33 +21,18 @@ PROMPTS = {
 }
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "demo",
-        help="run the tiny target with and without its drafter",
-        description="Three prompts, greedily, with and without the drafter. A tiny stand-in: its speed and acceptance "
-        "are not comparable with published figures.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--target", default=str(TINY / "target"))
-    parser.add_argument("--drafter", default=str(TINY / "drafter"))
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each kind, interleaved")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 0, or 1 when a sequence differs."""
-    if args.repeats < 1:
-        raise ValueError(f"--repeats must be at least 1, got {args.repeats}")
+    source = args.target or str(TINY / "target")
+    drafter_source = args.drafter or str(TINY / "drafter")
+    check_drafter(drafter_source, None, check_target(source))
     torch.set_num_threads(1)  # OpenMP spin waits make a tiny model many times slower on two threads
     console = Console(highlight=False, soft_wrap=True)
-    target, tokenizer = load_target(args.target, None, "float32")
-    drafter = load_drafter(args.drafter, None, "float32", target)
+    target, tokenizer = load_target(source, None, "float32")
+    drafter = load_drafter(drafter_source, None, "float32", target)
     console.print(
         f"target: DeepSeek-V4 with {target.num_parameters() / 1e6:.1f}M parameters; drafter: "
-        f"{drafter.num_parameters() / 1e6:.1f}M, {drafter.config.block_size - 1} drafts a round\n"
+        f"{drafter.num_parameters() / 1e6:.1f}M, {drafter.config.block_size - 1} drafts per round\n"
     )
     console.print(LEGEND)
     generate(target, tokenizer, "warm-up", 16, drafter)
@@ -68,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if differences else 0
 
 
-def compare(target, tokenizer, prompt, args, drafter, console):
+def compare(target, tokenizer, prompt: str, args: argparse.Namespace, drafter, console: Console) -> tuple:
     """Rounds, tokens/s without and with the drafter (best of interleaved runs), and the first difference."""
     streamer = DraftStreamer(tokenizer, console)
     assisted, _ = generate(target, tokenizer, prompt, args.max_new_tokens, drafter, streamer)
@@ -82,7 +67,7 @@ def compare(target, tokenizer, prompt, args, drafter, console):
     return assisted.speculation, slow, fast, first_difference(target, plain.sequences, assisted.sequences)
 
 
-def generate(target, tokenizer, prompt, max_new_tokens, drafter, streamer=None):
+def generate(target, tokenizer, prompt: str, max_new_tokens: int, drafter, streamer=None) -> tuple:
     """One greedy run; returns the output, with `num_new` tokens, and its seconds."""
     ids, _ = encode_with_mask([{"role": "user", "content": prompt}], tokenizer, add_generation_prompt=True)
     output, seconds = timed_greedy(target, torch.tensor([ids]), max_new_tokens, drafter, streamer)
@@ -90,8 +75,8 @@ def generate(target, tokenizer, prompt, max_new_tokens, drafter, streamer=None):
     return output, seconds
 
 
-def table(rows, pooled: SpeculativeStats) -> Table:
-    """The closing table: one line a domain, and all rounds pooled."""
+def table(rows: list[tuple], pooled: SpeculativeStats) -> Table:
+    """The closing table: one line per domain, and all rounds pooled."""
     out = Table(title="greedy decoding, with and without the drafter")
     for column in ("", "same ids", "tokens/s plain", "tokens/s drafted", "speed-up", "tau", "accepted drafts"):
         out.add_column(column, justify="left" if column in ("", "same ids") else "right")

@@ -5,90 +5,54 @@
 """
 
 import argparse
-import json
 import sys
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
-from ..common.checkpoint import DTYPES, load_drafter, load_target
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..common.checkpoint import (
+    check_device_map,
+    check_drafter,
+    check_target,
+    load_drafter,
+    load_target_model,
+    load_tokenizer,
+    resolve_checkpoint,
+)
+from ..common.console import UsageError
+from ..common.files import read_json, read_text
+from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .decoding import describe
 from .streaming import LEGEND, DraftStreamer
 from .trace import RoundRecorder, check_trace_path, write_trace
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "generate",
-        help="generate text with a target and its drafter",
-        description="Generate text from a prompt or chat. Greedy unless --temperature is above 0.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", help="folder or Hub id of a DeepSeek-V4")
-    parser.add_argument("drafter", nargs="?", help="folder or Hub id of its drafter; without one, plain decoding")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--prompt", help="one user message")
-    source.add_argument("--prompt-file", type=Path, help="a text file with one user message")
-    source.add_argument("--chat-file", type=Path, help='JSON: a list of {"role", "content"}, or {"messages": [...]}')
-    parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat encoding")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-assistant-tokens", type=int, help="drafts a round (default: the drafter's block)")
-    parser.add_argument(
-        "--show-drafts", action="store_true", help="colour accepted, own and rejected tokens (in a terminal)"
-    )
-    parser.add_argument(
-        "--trace", type=Path, metavar="OUT.html", help="write a page that shows what became of every draft, and why"
-    )
-    parser.add_argument("--dtype", choices=DTYPES, default="auto")
-    parser.add_argument("--device-map", help="as in transformers, e.g. auto")
-    parser.add_argument("--target-revision")
-    parser.add_argument("--drafter-revision")
-    parser.add_argument("--threads", type=int, help="torch threads on the CPU")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns the exit status."""
-    messages = read_messages(args)  # before the model: a mistake should not cost a load
+    """Run the command; returns the exit status. Everything that needs no weights is checked before any is loaded."""
+    messages = read_messages(args)
     encode_messages(messages, mode=args.mode, effort=args.effort, generation=args.generation)
-    if args.max_new_tokens < 1:
-        raise ValueError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
-    if args.show_drafts and args.drafter is None:
-        raise ValueError("--show-drafts needs a drafter: hyperdflash generate TARGET DRAFTER ...")
     if args.trace is not None:
-        if args.drafter is None:
-            raise ValueError("--trace needs a drafter: hyperdflash generate TARGET DRAFTER ...")
         check_trace_path(args.trace)
-    if args.threads:
+    check_device_map(args.device_map)
+    target_source = resolve_checkpoint(args.target, args.target_revision)
+    config = check_target(*target_source)
+    if args.drafter is not None:
+        drafter_source = resolve_checkpoint(args.drafter, args.drafter_revision)
+        check_drafter(*drafter_source, config)
+    tokenizer = load_tokenizer(*target_source)
+    input_ids = prompt_ids(messages, tokenizer, args)
+    check_length(input_ids.shape[1], args.max_new_tokens, config.max_position_embeddings)
+    if args.threads is not None:
         torch.set_num_threads(args.threads)
-    target, tokenizer = load_target(args.target, args.target_revision, args.dtype, args.device_map)
-    drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target) if args.drafter else None
-    input_ids = prompt_ids(messages, tokenizer, args).to(target.device)
-    limit = target.config.max_position_embeddings
-    if input_ids.shape[1] + args.max_new_tokens > limit:
-        raise ValueError(
-            f"{input_ids.shape[1]} prompt tokens and --max-new-tokens {args.max_new_tokens} exceed the target's "
-            f"{limit} positions"
-        )
+    target = load_target_model(*target_source, args.dtype, args.device_map)
+    drafter = load_drafter(*drafter_source, args.dtype, target) if args.drafter is not None else None
     streamer = DraftStreamer(tokenizer)
     if args.show_drafts and streamer.console.is_terminal:
         streamer.console.print(LEGEND)
     recorder = RoundRecorder(target, drafter, tokenizer) if args.trace is not None else nullcontext()
     with recorder:
-        output, seconds = timed_generate(target, input_ids, args, drafter, streamer)
+        output, seconds = timed_generate(target, input_ids.to(target.device), args, drafter, streamer)
     num_new = output.sequences.shape[1] - input_ids.shape[1]
     line = f"{num_new} tokens in {seconds:.2f} s, {num_new / seconds:.1f} tokens/s"
     if drafter is not None:
@@ -99,6 +63,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_length(num_prompt_tokens: int, max_new_tokens: int, limit: int) -> None:
+    """Raises `UsageError` for an answer that would not fit in the target's positions."""
+    if num_prompt_tokens + max_new_tokens > limit:
+        raise UsageError(
+            f"{num_prompt_tokens} prompt tokens and --max-new-tokens {max_new_tokens} exceed the target's {limit} "
+            "positions"
+        )
+
+
 def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list[dict]) -> None:
     """The page of --trace, under the last message."""
     title = " ".join(messages[-1]["content"].split())
@@ -107,7 +80,7 @@ def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list
     print(f"{args.trace}: {len(recorder.stats.num_drafts)} rounds", file=sys.stderr)
 
 
-def timed_generate(target, input_ids, args, drafter, streamer):
+def timed_generate(target, input_ids: torch.LongTensor, args: argparse.Namespace, drafter, streamer) -> tuple:
     """`generate` with the command's options; returns its output and the seconds it took."""
     torch.manual_seed(args.seed)
     options = {"do_sample": args.temperature > 0}
@@ -129,16 +102,13 @@ def timed_generate(target, input_ids, args, drafter, streamer):
 
 
 def read_messages(args: argparse.Namespace) -> list[dict]:
-    """The chat to continue. Raises `ValueError` that names the file for anything else than a list of messages."""
+    """The chat to continue. Raises `ValueError` that names the file for anything but a list of messages."""
     if args.chat_file is None:
-        text = args.prompt if args.prompt is not None else args.prompt_file.read_text(encoding="utf-8-sig")
+        text = args.prompt if args.prompt is not None else read_text(args.prompt_file)
         if not text.strip():
-            raise ValueError("the prompt is empty")
+            raise ValueError(f"{args.prompt_file} is empty")
         return [{"role": "user", "content": text}]
-    try:
-        chat = json.loads(args.chat_file.read_text(encoding="utf-8-sig"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{args.chat_file} is no JSON: {error}") from error
+    chat = read_json(args.chat_file)
     messages = chat.get("messages") if isinstance(chat, dict) else chat
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         raise ValueError(f'{args.chat_file} must hold a list of {{"role", "content"}} messages')

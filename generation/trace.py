@@ -1,4 +1,4 @@
-"""The trace of `generate` calls as one HTML page that needs no other file: what became of every draft, and why.
+"""The trace of `generate` calls as one self-contained HTML page: what became of every draft, and why.
 
     hyperdflash generate examples/tiny/target examples/tiny/drafter --prompt "I need a cheap hotel." \\
         --trace trace.html
@@ -21,6 +21,7 @@ import json
 import re
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -85,7 +86,7 @@ def check_trace_path(path: Path) -> None:
 
 
 def write_trace(path: str | Path, traces: list[Trace]) -> None:
-    """Write one page with all `traces`, whole or not at all. Raises `OSError` that names the path."""
+    """Write one page with all `traces`, atomically. Raises `OSError` that names the path."""
     write_atomically(Path(path), as_page(traces).encode())
 
 
@@ -146,6 +147,8 @@ def _section(key: str, trace: Trace, texts: TokenTexts) -> str:
 <div class="output"><h2>Text</h2>
 <pre class="text tok" tabindex="0" aria-label="Generated text">{_text(trace, texts)}</pre></div>
 <div class="list"><h2>Rounds <small>a full time bar is {scale * 1000:.3g} ms or more; 0 is the prompt</small></h2>
+<div class="head"><span class="n">round</span><span class="d">drafts, and the target's own token</span>\
+<span class="c">accepted</span><span class="t">time</span></div>
 <ol start="0" class="tok">
 {lines}
 </ol></div>
@@ -157,7 +160,7 @@ def _figures(trace: Trace) -> str:
     num_rounds, num_new = len(trace.stats.num_drafts), len(trace.new_ids)
     without = len(trace.rounds) - 1 - num_rounds
     figures = [
-        (f"{trace.stats.acceptance_length:.2f}", "acceptance length (tau)", "1 + accepted drafts a round"),
+        (f"{trace.stats.acceptance_length:.2f}", "acceptance length (tau)", "1 + accepted drafts per round"),
         (f"{num_rounds:,}", "rounds" + (f" + {without} without drafts" if without else ""), "that drafted"),
         (f"{num_new:,}", "new tokens", "without the prompt"),
         (f"{num_new / trace.seconds:.1f}", "tokens/s", "prompt included, recording left out"),
@@ -166,7 +169,7 @@ def _figures(trace: Trace) -> str:
 
 
 def _time_figure(steps: list[Round]) -> str:
-    """Where the time of a round goes, on average."""
+    """The mean time of a round: drafting, verifying, the rest."""
     if not steps:
         return ""
     means = [statistics.fmean(r.draft_s for r in steps), statistics.fmean(r.verify_s for r in steps)]
@@ -179,7 +182,7 @@ def _time_figure(steps: list[Round]) -> str:
     )
 
 
-def _bar(seconds, scale: float) -> str:
+def _bar(seconds: Sequence[float], scale: float) -> str:
     """A stacked bar of draft, verify and other time; `scale` seconds fill it."""
     ends, total = [], 0.0
     for part in seconds:

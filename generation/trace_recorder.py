@@ -109,8 +109,8 @@ class _ScoreKeeper(LogitsProcessor):
 class RoundRecorder:
     """Records the rounds of one `generate` call made inside its `with`; a streamer of the call's own still streams.
 
-    Of the logits of a round only probabilities of its tokens and of the likeliest alternatives are kept. Times are
-    taken with the accelerator at rest, so recording costs time: what it does itself is left out of every figure.
+    It keeps only the probabilities of a round's tokens and of the likeliest alternatives, not the logits. Times are
+    taken with the accelerator at rest, so recording costs time; its own share is left out of every figure.
 
     Args:
         target, drafter: the pair of the call.
@@ -238,8 +238,10 @@ class RoundRecorder:
     def _slots(self, new_ids: list[int], draft_ids: list[int], num_accepted: int) -> list[Slot]:
         target, drafter = self._target_probs(len(draft_ids) + 1), self._drafter_probs()
         start, slots = len(self.prompt_ids) + len(self.new_ids), []
+        # Where an accepted draft ended the text, a wrong one behind it is not what ended the round
+        num_judged = min(num_accepted + (len(new_ids) > num_accepted), len(target))
         for i, token in enumerate(draft_ids):
-            judged = i <= num_accepted and i < len(target)
+            judged = i < num_judged
             kept = ACCEPTED if i < len(new_ids) else CUT
             state = kept if i < num_accepted else REJECTED if judged else BEHIND
             chance = min(1.0, float(target[i, token] / drafter[i, token])) if self.sampling and judged else None
@@ -282,7 +284,7 @@ class RoundRecorder:
         return {
             **{name: f"{model.name_or_path or 'unnamed'} ({type(model).__name__})" for name, model in names.items()},
             "Decoding": ", ".join(["sampling" if self.sampling else "greedy", *parts]),
-            "Drafts a round": f"at most {min(self.drafter.max_drafts, generation_config.num_assistant_tokens)}",
+            "Drafts per round": f"at most {min(self.drafter.max_drafts, generation_config.num_assistant_tokens)}",
             "Computed in": f"{self.target.dtype}, on {self.target.device}".replace("torch.", ""),
             "Probabilities": compared,
         }

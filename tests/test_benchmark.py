@@ -798,12 +798,12 @@ def test_a_set_with_no_prompt_left_is_said_and_the_others_go_on(command, tmp_pat
         ({"extra": ("--num-prompts", "0")}, "--num-prompts must be at least 1, got 0"),
         ({"extra": ("--threads", "0")}, "--threads must be at least 1, got 0"),
         ({"tokens": "0"}, "--max-new-tokens must be at least 1, got 0"),
-        ({"extra": ("--temperatures", "-1")}, "--temperatures must be 0 (greedy) or above, got -1.0"),
+        ({"extra": ("--temperatures", "-1")}, "--temperatures must be 0 (greedy) or above, got -1"),
         ({"extra": ("--temperatures", "nan")}, "got nan"),
         ({"extra": ("--temperatures", "1", "1")}, "--temperatures has a value twice"),
         ({"extra": ("--effort", "high")}, "--effort high is for thinking mode"),
         ({"extra": ("--effort", "huge", "--modes", "thinking")}, "unknown effort 'huge'"),
-        ({"extra": ("--generation", "next")}, "unknown generation 'next'"),
+        ({"extra": ("--generation", "next")}, "invalid choice: 'next'"),
     ],
 )
 def test_wrong_usage_has_status_2_and_loads_nothing(command, monkeypatch, tmp_path, capsys, options, message):
@@ -838,9 +838,7 @@ def test_an_empty_prompt_file_is_wrong_usage_and_a_missing_one_an_error(command,
 )
 def test_misspelled_options_are_usage_errors(command, options, capsys):
     """https://github.com/huggingface/transformers/issues/9224, https://github.com/garrytan/gbrain/issues/4602"""
-    with pytest.raises(SystemExit) as stop:
-        command(*options)
-    assert stop.value.code == 2
+    assert command(*options)[0] == 2
     capsys.readouterr()
 
 

@@ -535,6 +535,23 @@ def test_a_drafter_that_cannot_be_loaded_is_the_cause(tmp_path, capsys, changes,
     assert result["findings"][-1]["check"] == "loading"
 
 
+def test_the_generation_of_the_prompts_can_be_chosen_and_is_the_drafters_otherwise(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        check, "encode_chats", lambda chats, tokenizer, encoding, limit: seen.append(encoding) or 1 / 0
+    )
+    for options in ([], ["--generation", "0731"]):
+        with pytest.raises(ZeroDivisionError):
+            main(["check", str(TARGET), str(DRAFTER), *options])
+    assert [encoding["generation"] for encoding in seen] == ["preview", "0731"]
+
+
+def test_a_prompt_that_is_too_long_is_said_before_the_target_is_loaded(monkeypatch, capsys):
+    monkeypatch.setattr(check, "load_target_model", lambda *args: pytest.fail("loaded"))
+    assert main(["check", str(TARGET), str(DRAFTER), "--max-new-tokens", "3000"]) == 1
+    assert "prompt 1 has 28 tokens" in capsys.readouterr().err
+
+
 def test_the_cause_is_named_at_the_end_and_as_json(tmp_path, capsys):
     folder = copied_drafter(tmp_path / "drafter", vocab_size=4000)
     assert main(["check", str(TARGET), str(folder)]) == CAUSE_FOUND
@@ -594,7 +611,7 @@ def test_what_cannot_be_checked_is_said_in_one_line(capsys, arguments, status, w
     ids=str,
 )
 def test_a_missing_or_swapped_folder_is_not_a_cause(capsys, monkeypatch, target, drafter, status, words):
-    monkeypatch.setattr(check, "load_target", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr(check, "load_target_model", lambda *args: pytest.fail("loaded"))
     assert main(["check", str(target), str(drafter)]) == status != CAUSE_FOUND
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -1,8 +1,12 @@
 """The command line: what a person types, sees, and is told."""
 
+import argparse
 import io
 import json
 import math
+import subprocess
+import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -10,10 +14,15 @@ import torch
 from rich.console import Console
 from transformers import Qwen3Config
 
+from hyperdflash import parsers
 from hyperdflash.__main__ import main
+from hyperdflash.common import options
+from hyperdflash.common.checkpoint import load_target
+from hyperdflash.generation import generate
 from hyperdflash.generation.decoding import first_difference
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.streaming import DraftStreamer
+from hyperdflash.parsers import make_parser
 
 TARGET, DRAFTER = str(TINY / "target"), str(TINY / "drafter")
 PROMPT = ["--prompt", "Find the value of x in the equation: 24*x + 130 = 1066", "--threads", "1"]
@@ -94,28 +103,202 @@ def test_a_character_split_over_tokens_is_printed_once_whole():
     )
 
 
+@pytest.fixture
+def never_loaded(monkeypatch):
+    monkeypatch.setattr(generate, "load_target_model", lambda *args: pytest.fail("the target was loaded"))
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["generate", TARGET, DRAFTER, "--prompt", "  "], "the prompt is empty"),
-        (["generate", TARGET, "--prompt", "x", "--show-drafts"], "--show-drafts needs a drafter"),
-        (["generate", TARGET, "--prompt", "x", "--max-new-tokens", "0"], "at least 1, got 0"),
-        (["generate", TARGET, "--prompt", "x", "--max-new-tokens", "5000"], "2048 positions"),
-        (["generate", TARGET, "--prompt-file", "no/such/file"], "no/such/file"),
-        (["generate", "no/such/model", "--prompt", "x"], "no/such/model"),
-        (["generate", DRAFTER, "--prompt", "x"], "is a hyperdflash model"),
-        (["generate", TARGET, "--prompt", "x", "--effort", "huge"], "huge"),
-        (["generate", TARGET, "--prompt", "x", "--temperature", "-1"], "got -1.0"),
-        (["generate", TARGET, DRAFTER, "--prompt", "x", "--num-assistant-tokens", "-2"], "num_assistant_tokens=-2"),
-        (["generate", "./no-such-folder", "--prompt", "x"], "no folder ./no-such-folder"),
-        (["demo", "--repeats", "0"], "at least 1, got 0"),
+        (["--prompt", "  "], "the prompt is empty"),
+        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
+        (["--prompt", "x", "--max-new-tokens", "5000"], "2048 positions"),
+        (["--prompt", "x", "--mode", "thinking", "--effort", "huge"], "unknown effort 'huge'"),
+        (["--prompt", "x", "--effort", "high"], "--effort high is for thinking mode: add --mode thinking"),
+        (["--prompt", "x", "--temperature", "-1"], "--temperature must be 0 (greedy) or above, got -1"),
+        (["--prompt", "x", "--temperature", "nan"], "--temperature must be 0 (greedy) or above, got nan"),
+        (["--prompt", "x", "--temperature", "inf"], "--temperature must be 0 (greedy) or above, got inf"),
+        (["--prompt", "x", "--temperature", "1", "--top-p", "1.5"], "--top-p must be above 0 and at most 1, got 1.5"),
+        (["--prompt", "x", "--temperature", "1", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
+        (["--prompt", "x", "--top-p", "0.9"], "--top-p is for sampling: add --temperature 1"),
+        (["--prompt", "x", "--top-k", "5"], "--top-k is for sampling: add --temperature 1"),
+        (["--prompt", "x", "--num-assistant-tokens", "-2"], "--num-assistant-tokens must be at least 1, got -2"),
+        (["--prompt", "x", "--threads", "-2"], "--threads must be at least 1, got -2"),
+        (["--prompt", "x", "--threads", "0"], "--threads must be at least 1, got 0"),
+        (["--prompt", "x", "--threads", "false"], "--threads: invalid int value: 'false'"),
+        (["--prompt", "x", "--dtype", "float16"], "invalid choice: 'float16'"),
+        (["--prompt", "x", "--device-map", "gpu"], "device_map 'gpu' is not a device"),
+        (["--prompt", "x", "--device-map", "meta"], "device_map 'meta': torch finds"),
+        (["--prompt", "x", "--target-revision", "main"], "revision='main' belongs to a Hub id"),
+        (["--prompt", "x", "--drafter-revision", "main"], "revision='main' belongs to a Hub id"),
+        (["--prompt", "x", "--raw", "--mode", "thinking"], "--raw leaves out the chat encoding"),
+        (["--prompt", "x", "--trace", "x.json"], "ends in .html, not x.json"),
+        (["--prompt", "x", "surplus"], "what is meant by surplus?"),
     ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_one_line_that_names_it(argv, message, capsys):
-    assert main(argv) == 1
+def test_wrong_usage_is_one_line_that_names_it_before_anything_is_loaded(argv, message, never_loaded, capsys):
+    assert main(["generate", TARGET, DRAFTER, *argv]) == 2
     err = capsys.readouterr().err
     assert message in err
-    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", [["--show-drafts"], ["--num-assistant-tokens", "3"], ["--drafter-revision", "v1"]])
+def test_an_option_about_the_drafter_is_refused_without_one(option, capsys):
+    assert main(["generate", TARGET, "--prompt", "x", *option]) == 2
+    assert f"{option[0]} needs a drafter" in capsys.readouterr().err
+
+
+def test_a_cuda_device_is_refused_by_name_where_there_is_none(monkeypatch, never_loaded, capsys):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert main(["generate", TARGET, "--prompt", "x", "--device-map", "cuda:0"]) == 2
+    assert "device_map 'cuda:0': torch finds no accelerator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([TARGET, "--prompt-file", "no/such/file"], "no/such/file"),
+        (["no/such/model", "--prompt", "x"], "no folder no/such/model"),
+        (["./no-such-folder", "--prompt", "x"], "no folder ./no-such-folder"),
+        ([TARGET, "examples/tiny/drafte", "--prompt", "x"], "no folder examples/tiny/drafte"),
+        ([TARGET, "~/no-such-folder", "--prompt", "x"], "no folder ~/no-such-folder"),
+        ([DRAFTER, "--prompt", "x"], "has model_type 'hyperdflash'"),
+        ([TARGET, TARGET, "--prompt", "x"], "is not a HyperDFlash drafter: its model_type is deepseek_v4"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
+)
+def test_a_checkpoint_or_file_that_is_wrong_is_one_line_before_the_target_is_loaded(
+    argv, message, never_loaded, capsys
+):
+    assert main(["generate", *argv]) == 1
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_drafter_for_a_target_of_other_shapes_is_refused_before_the_target_is_loaded(tmp_path, never_loaded, capsys):
+    config = json.loads((TINY / "drafter" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 4000}))
+    assert main(["generate", TARGET, str(tmp_path), "--prompt", "x"]) == 1
+    assert "vocabulary 4000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--prompt-file", "--chat-file"])
+def test_a_file_that_is_not_utf_8_is_named(option, tmp_path, capsys):
+    file = tmp_path / "latin.txt"
+    file.write_bytes('[{"role": "user", "content": "café"}]'.encode("latin-1"))
+    assert main(["generate", TARGET, option, str(file)]) == 1
+    assert f"{file} is not UTF-8 text: invalid continuation byte at byte 33" in capsys.readouterr().err
+
+
+def test_float16_is_refused_in_python_too():
+    with pytest.raises(ValueError, match="DeepSeek-V4 does not run in float16"):
+        load_target(TARGET, None, "float16")
+
+
+# ------------------------------------------------------------------------------------------------- before any import
+
+
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [(["--help"], 0), (["--version"], 0), (["train", "--help"], 0), (["genrate"], 2), (["check", "a", "--promts"], 2)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_misspelt_words_are_answered_without_importing_torch(argv, status):
+    script = (
+        "import atexit, sys; from hyperdflash.__main__ import main\n"
+        "atexit.register(lambda: print(sorted({'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules))))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    run = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True)
+    assert run.returncode == status
+    assert run.stdout.splitlines()[-1] == "[]"
+    assert "Traceback" not in run.stderr
+
+
+def test_ctrl_c_while_a_command_is_imported_is_no_traceback(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hyperdflash.__main__.import_module", interrupted)
+    assert main(["plot", "a", "--output", "b"]) == 130
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"hyperdflash {version('hyperdflash')}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["genrate"], "hyperdflash: there is no command 'genrate': did you mean generate?"),
+        (["data", "prevew"], "hyperdflash data: there is no command 'prevew': did you mean preview?"),
+        (["generate", TARGET, "--promt", "x"], "there is no option --promt: did you mean --prompt?"),
+        (["generate", TARGET, "--max-new", "3"], "there is no option --max-new: did you mean --max-new-tokens?"),
+        (["generate", TARGET, "--max_new_tokens=3"], "no option --max_new_tokens: did you mean --max-new-tokens?"),
+        (["train", "r.yaml", "--learning-rate", "1e-4"], "keys of the recipe are written learning_rate=1e-4 "),
+        (["features", "r.yaml", "--max_steps=5", "--verify"], "keys of the recipe are written max_steps=5 "),
+        (["train", "r.yaml", "--bf16", "--dry-run"], "keys of the recipe are written bf16=... "),
+        (["train", "r.yaml", "--dryrun"], "there is no option --dryrun: did you mean --dry-run?"),
+        (["check", TARGET, DRAFTER, "--zzz"], "there is no option --zzz (see hyperdflash check --help)"),
+        (["--verson"], "there is no option --verson: did you mean --version?"),
+        ([], "required: COMMAND"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_a_misspelt_word_is_a_usage_error_that_names_the_nearest(argv, message, capsys):
+    """https://github.com/huggingface/transformers/issues/9224: an abbreviation is a misspelt word too."""
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_value_may_look_like_an_option(never_loaded, capsys):
+    for value in (["--prompt", "--no space before this"], ["--prompt=--help"]):
+        assert main(["generate", "no/such/model", *value]) == 1  # it got as far as the model
+
+
+def all_parsers(parser, name="hyperdflash"):
+    yield name, parser
+    for command, sub in parser.commands.items():
+        yield from all_parsers(sub, f"{name} {command}")
+
+
+def test_every_option_has_a_help_text_and_says_its_default():
+    for name, parser in all_parsers(make_parser()):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                continue
+            assert action.help, (name, action.dest)
+            text = parser.formatter_class("")._expand_help(action)
+            if action.option_strings and action.default not in (None, False, [], argparse.SUPPRESS):
+                default = action.default
+                shown = " ".join(map(str, default)) if isinstance(default, list) else str(default)
+                assert text.endswith(f"(default: {shown})"), (name, text)
+
+
+def test_what_the_options_repeat_is_what_the_modules_say():
+    from hyperdflash.benchmark.prompt_sets import PUBLIC_SETS
+    from hyperdflash.check.check import BUILT_IN_PROMPTS
+    from hyperdflash.configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
+    from hyperdflash.training.data import EncodingSettings
+    from hyperdflash.training.export import FORMATS
+
+    assert tuple(PUBLIC_SETS) == parsers.PUBLIC_SETS
+    assert len(BUILT_IN_PROMPTS) == parsers.NUM_BUILT_IN_PROMPTS
+    assert (CONTEXT_SOURCES, REDUCERS) == (options.CONTEXT_SOURCES, options.REDUCERS)
+    assert (DRAFT_HEADS, FORMATS) == (options.DRAFT_HEADS, parsers.EXPORT_FORMATS)
+    preview = dict(all_parsers(make_parser()))["hyperdflash data preview"]
+    assert preview.get_default("max_length") == EncodingSettings.max_length
+    for name in ("sliding_window", "markov_rank", "verify_cost", "draft_head", "context_source"):
+        default = getattr(HyperDFlashConfig, name)
+        assert options.DRAFTER_OPTIONS[name]["help"].endswith(f"(default: {default})")
 
 
 def test_a_broken_chat_file_is_named(tmp_path, capsys):
@@ -131,17 +314,6 @@ def test_another_architecture_is_refused_by_name(tmp_path, capsys):
     Qwen3Config(num_hidden_layers=1).save_pretrained(tmp_path)
     assert main(["generate", str(tmp_path), "--prompt", "x"]) == 1
     assert "qwen3" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "argv", [["generate", TARGET, "--promt", "x"], ["generate", TARGET, "--max-new", "3"], ["nothing"], []]
-)
-def test_misspelled_and_abbreviated_options_are_usage_errors(argv, capsys):
-    """https://github.com/huggingface/transformers/issues/9224"""
-    with pytest.raises(SystemExit) as stop:
-        main(argv)
-    assert stop.value.code == 2
-    capsys.readouterr()
 
 
 class FixedTarget:

@@ -3,7 +3,6 @@
 .venv/bin/python -m pytest tests/test_preview.py
 """
 
-import argparse
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, USER, make_tokenizer, say
 
 from hyperdflash.common.console import visible
+from hyperdflash.parsers import parse
 from hyperdflash.training import preview
 from hyperdflash.training.data import Sample
 from hyperdflash.training.preview import Piece, as_text, make_pieces
@@ -48,10 +48,7 @@ def shown(tokenizer, *parts):
 
 
 def run_preview(*args) -> int:
-    parser = argparse.ArgumentParser()
-    preview.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["preview", *map(str, args)])
-    return args.run(args)
+    return preview.run(parse(["data", "preview", *map(str, args)]))
 
 
 @pytest.fixture
@@ -189,9 +186,8 @@ def test_a_terminal_without_colour_gets_brackets(chats, capsys, monkeypatch):
 def test_a_terminal_without_unicode_shows_everything_all_the_same(chats):
     """https://github.com/WangRongsheng/MedQA-ChatGLM/issues/2"""
     script = (
-        "import argparse, sys; from hyperdflash.training import preview\n"
-        "parser = argparse.ArgumentParser(); preview.add_parser(parser.add_subparsers())\n"
-        "args = parser.parse_args(sys.argv[1:]); sys.exit(args.run(args))"
+        "import sys; from hyperdflash.parsers import parse; from hyperdflash.training import preview\n"
+        "sys.exit(preview.run(parse(['data', *sys.argv[1:]])))"
     )
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0"}
     command = [sys.executable, "-c", script, "preview", chats, "--tokenizer", TINY]
@@ -208,9 +204,9 @@ def test_a_terminal_without_unicode_shows_everything_all_the_same(chats):
     [
         (["--num-samples", 0], ValueError, "--num-samples must be at least 1, got 0"),
         (["--effort", "low"], ValueError, "unknown effort 'low'"),
-        (["--max-length", 1], ValueError, "max_length must be at least 3"),
+        (["--max-length", 1], ValueError, "--max-length must be at least 3, got 1"),
         (["--tokenizer", "./absent"], FileNotFoundError, "no folder ./absent"),
-        (["--tokenizer", "empty"], OSError, "^no tokenizer can be loaded from empty: .*"),
+        (["--tokenizer", "empty"], OSError, "^no tokenizer could be loaded from empty: .*"),
         (["--max-length", 4], ValueError, "no row can be trained on: 0 of 5 rows kept, .*3 left out: cut off"),
     ],
 )

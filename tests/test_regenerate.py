@@ -3,7 +3,6 @@
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -20,6 +19,7 @@ from tiny_v4 import nightly
 from transformers import AutoTokenizer
 
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
+from hyperdflash.parsers import parse
 from hyperdflash.training import regenerate as command
 from hyperdflash.training.data import load_data
 from hyperdflash.training.regenerate import Output, answer_positions, regenerate
@@ -608,10 +608,7 @@ def test_a_file_given_twice_is_refused(server, tokenizer, tmp_path):
 
 def run_command(*args) -> int:
     """The command line, as `hyperdflash data regenerate` runs it."""
-    parser = argparse.ArgumentParser()
-    command.add_parser(parser.add_subparsers())
-    parsed = parser.parse_args(["regenerate", *map(str, args)])
-    return parsed.run(parsed)
+    return command.run(parse(["data", "regenerate", *map(str, args)]))
 
 
 @pytest.mark.parametrize(
@@ -628,7 +625,7 @@ def run_command(*args) -> int:
         (["--target", TINY, "--top-p", 0], "--top-p must be above 0"),
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
         (["--target", TINY, "--effort", "most"], "unknown effort 'most'"),
-        (["--target", "no/such/folder/at all"], "no folder here"),
+        (["--target", "no/such/folder/at all"], "no folder no/such"),
         (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "must start with http"),
         (["--server", "http://127.0.0.1:9", "--model", "v4", "--tokenizer", TINY], "no server answers at"),
         (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "serves no model 'v5', but v4"),

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,18 @@ def test_demo_ends_with_its_table(capsys):
     assert "same ids" in out.replace("\n", " ")
     assert sum("yes" in line and "x" in line for line in out.splitlines() if "│" in line) == 3
     assert "acceptance by position" in out
+
+
+def test_a_wheel_has_what_the_demo_loads_and_the_recipes():
+    """Every file of the pair but those that only the Hub and a reader need."""
+    root = Path(__file__).parents[1]
+    setuptools = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    packed = {path for pattern in setuptools["package-data"]["hyperdflash"] for path in root.glob(pattern)}
+    for folder in (TARGET, DRAFTER):
+        weights_and_json = {path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")}
+        assert {"config.json", "model.safetensors"} <= {path.name for path in weights_and_json}
+        assert weights_and_json <= packed
+    assert set((root / "training" / "recipes").glob("*.yaml")) <= packed
 
 
 def test_examples_in_the_readme_exist():

@@ -1,15 +1,19 @@
 """The trace: what it says of each round is what happened, it changes nothing, and its page holds up in a browser."""
 
+import base64
 import dataclasses
+import io
 import itertools
 import json
 import re
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from chromium import CHROMIUM, Page
+from PIL import Image
 from tiny_v4 import greedy, random_ids, scripted_drafter, tiny_drafter, tiny_target
 from transformers import AutoTokenizer
 
@@ -182,6 +186,17 @@ def test_drafts_behind_the_end_of_the_text_are_told_apart(target, tokenizer, rep
     assert states(recorder) == [[OWN], [ACCEPTED, ACCEPTED, behind, behind, behind]]
     assert recorder.stats == output.speculation
     as_page([recorder.trace("cut")])
+
+
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sampling"])
+def test_a_wrong_draft_behind_an_accepted_end_of_the_text_is_not_called_rejected(target, tokenizer, options):
+    """The text ended before it: whether the target agrees with it made no difference."""
+    want = greedy(target, PROMPT, 16)
+    drafter = scripted_drafter(target, want, 2, block_size=6)
+    recorder, output = record(target, drafter, tokenizer, eos_token_id=int(want[0, 11]), pad_token_id=0, **options)
+    assert output.sequences.tolist() == want[:, :12].tolist()
+    assert states(recorder) == [[OWN], [ACCEPTED, ACCEPTED, BEHIND, BEHIND, BEHIND]]
+    assert [slot.chance for slot in recorder.rounds[1].slots[2:]] == [None] * 3
 
 
 def test_rounds_without_drafts_are_lines_too(target, tokenizer):
@@ -382,14 +397,14 @@ def test_generate_writes_a_page_and_prints_what_it_prints_without(tmp_path, caps
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("hyperdflash.generation.generate.load_target", lambda *args: pytest.fail("loaded"))
+    monkeypatch.setattr("hyperdflash.generation.generate.load_target_model", lambda *args: pytest.fail("loaded"))
     without = [part for part in COMMAND if part != PAIR[1]]
-    for command, path, message in (
-        (without, tmp_path / "trace.html", "--trace needs a drafter"),
-        (COMMAND, tmp_path, "is a folder"),
-        (COMMAND, tmp_path / "missing" / "trace.html", f"no folder {tmp_path / 'missing'}"),
+    for command, path, status, message in (
+        (without, tmp_path / "trace.html", 2, "--trace needs a drafter"),
+        (COMMAND, tmp_path, 1, "is a folder"),
+        (COMMAND, tmp_path / "missing" / "trace.html", 1, f"no folder {tmp_path / 'missing'}"),
     ):
-        assert main([*command, "--trace", str(path)]) == 1
+        assert main([*command, "--trace", str(path)]) == status
         assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -482,6 +497,34 @@ def contrast(a, b) -> float:
 
     low, high = sorted((luminance(a), luminance(b)))
     return (high + 0.05) / (low + 0.05)
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1200, 400])
+def test_every_column_has_a_name_that_fits_and_stands_over_it(page, width):
+    with Page.open(page, width=width) as browser:
+        for column, name in (("n", "round"), ("c", "accepted"), ("t", "time")):
+            edges = "(b => [b.left, b.right])(document.querySelector('#t0 {} .{}').getBoundingClientRect())"
+            assert browser.evaluate(edges.format(".head", column)) == browser.evaluate(edges.format("li", column))
+            head = f"document.querySelector('#t0 .head .{column}')"
+            assert browser.evaluate(f"{head}.innerText").startswith(name)
+            assert browser.evaluate(f"{head}.scrollWidth <= {head}.clientWidth")
+
+
+@needs_browser
+@pytest.mark.slow
+def test_a_picture_of_the_whole_page_has_every_round_in_it(traces, tmp_path):
+    """Tools that take one draw the page once, and a browser leaves out what it was told may wait."""
+    write_trace(tmp_path / "long.html", [long_trace(traces[0], 150)])
+    with Page.open(tmp_path / "long.html") as browser:
+        height = browser.evaluate("document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": height - 600, "width": 700, "height": 500, "scale": 1}
+        shot = browser.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
+        green = np.asarray(Image.open(io.BytesIO(base64.b64decode(shot))).convert("RGB")).reshape(-1, 3)
+        background = browser.evaluate("getComputedStyle(document.querySelector('ol b')).backgroundColor")
+    colour = [int(v) for v in re.findall(r"\d+", background)[:3]]
+    assert (green == colour).all(-1).sum() > 1000
 
 
 @needs_browser

@@ -20,9 +20,9 @@ from transformers import TrainingArguments
 from transformers.training_args import trainer_log_levels
 
 from ..common.console import UsageError, check_installed
+from ..common.options import DRAFTER_OPTIONS as OPTIONS
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
-from .init import OPTIONS
 
 FEATURES = ("online", "offline")
 # Fields of transformers that this trainer cannot follow, with the value that leaves each off, and why
@@ -192,8 +192,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     def _cast_mappings(self) -> None:
         """The options of `drafter` and `lora`, in their types."""
-        fields = HyperDFlashConfig.__annotations__  # of the base class, some names are only known to type checkers
-        hints = {name: fields[name] | None for name in OPTIONS} | {"seed": int}
+        # Not `get_type_hints`, which also resolves the base class's, whose torch is imported for type checkers only
+        hints = {**{name: HyperDFlashConfig.__annotations__[name] | None for name in OPTIONS}, "seed": int}
         self.drafter = _cast_options("drafter", self.drafter, hints)
         if self.lora is not None:
             check_installed("peft", "lora")
@@ -231,7 +231,9 @@ def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
     `OSError` for a missing file.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"no recipe {path}")
+        folder = Path(__file__).with_name("recipes")
+        names = ", ".join(sorted(recipe.name for recipe in folder.glob("*.yaml")))
+        raise FileNotFoundError(f"no recipe {path}; {folder} has {names}")
     hints = _hints()
     values = {name: _cast(name, value, hints[name]) for name, value in read_recipe(path).items()}
     for override in overrides or []:

@@ -239,23 +239,6 @@ def round_to_bf16(drafter: HyperDFlashModel) -> None:
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `export` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "export",
-        help="make a Hub folder from a checkpoint",
-        description="Make a self-contained Hub folder, with a model card, from a run's best checkpoint or another.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's, a checkpoint's or a drafter's folder")
-    parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="hf", help="hf: transformers, the Hub (default); vllm: for vLLM's plug-in"
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `export_drafter` raises."""
     output = export_drafter(args.checkpoint, args.output, format=args.format)

@@ -169,31 +169,6 @@ def _verify_shard(features: OfflineFeatures, shard: dict) -> None:
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `features` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "features",
-        help="store the target's features of a recipe's data",
-        description="Run the target once over the data of a recipe and store its residuals in features_dir, for runs "
-        "with `features: offline`. Run the same command again to resume.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, as for `hyperdflash train`")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over the file")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument(
-        "--verify", action="store_true", help="write nothing; read and check everything that is stored"
-    )
-    action.add_argument(
-        "--vllm",
-        action="store_true",
-        help="do not run the target here: add the shards that vLLM wrote, and plan the rest for "
-        "`python -m hyperdflash_vllm.features`",
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises `RecipeError` for a recipe that cannot be run as it is."""
     recipe = load_recipe(args.recipe, args.overrides)

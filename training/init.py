@@ -19,7 +19,8 @@ from transformers import DeepseekV4Config
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
 from ..common.files import check_output, copy_encoding, written_whole
-from ..configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
+from ..common.options import DRAFTER_OPTIONS as OPTIONS
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import SPECIAL_TOKENS, special_token_name, target_fingerprint
 
@@ -27,33 +28,6 @@ logger = logging.getLogger(__name__)
 
 V4_VOCAB_SIZE, V4_MASK_TOKEN_ID = 129280, 128799  # DeepSeek's own drafters use this token for the slots to predict
 
-
-# Options of a new drafter, which are fields of HyperDFlashConfig (documented there), and their flags
-OPTIONS = {
-    "block_size": {"type": int, "help": "positions of a block, the anchor included (default: 7)"},
-    "mask_token_id": {"type": int, "help": "needed unless the vocabulary is V4's 129,280 (default there: 128799)"},
-    "context_source": {"choices": CONTEXT_SOURCES, "help": "what is read of the target (default: pre_hc_head)"},
-    "target_layer_ids": {
-        "type": int,
-        "nargs": "+",
-        "metavar": "I",
-        "help": "for hidden_layers (default: one for each drafter layer, evenly spaced)",
-    },
-    "reducer": {"choices": REDUCERS, "help": "default: hc_gate wherever it can be inherited, else fc"},
-    "reducer_path_norm": {"action": argparse.BooleanOptionalAction, "help": "norm of each path (default: yes)"},
-    "draft_head": {"choices": DRAFT_HEADS, "help": "markov is beyond the paper (default: none)"},
-    "markov_rank": {"type": int, "help": "rank of the Markov head (default: 256)"},
-    "markov_gate": {"action": "store_true", "help": "the slot's hidden state weighs the bias's parts (default: no)"},
-    "draft_confidence": {"action": "store_true", "help": "draft only what is worth verifying (default: no)"},
-    "verify_cost": {"type": float, "help": "of one more draft, as a share of a round without drafts (default: 0.03)"},
-    "hidden_size": {"type": int, "help": "width (default: the target's)"},
-    "intermediate_size": {"type": int, "help": "width of the MLP (default: 3 x hidden size)"},
-    "num_hidden_layers": {"type": int, "help": "layers (default: 5 from a width of 1024 on, else 2)"},
-    "num_attention_heads": {"type": int, "help": "default: as many as make up the width"},
-    "num_key_value_heads": {"type": int, "help": "default: a quarter of the heads"},
-    "head_dim": {"type": int, "help": "default: 128, and less for a width below 1024"},
-    "sliding_window": {"type": int, "help": "positions that a slot can see, itself included (default: 2048)"},
-}
 
 # Options that do nothing without another one
 _NEEDED = {
@@ -239,25 +213,6 @@ def new_drafter(config: HyperDFlashConfig, tensors: dict[str, torch.Tensor], see
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `init` command to an argparse sub-parsers object."""
-    parser = subparsers.add_parser(
-        "init",
-        help="make a drafter for a DeepSeek-V4 checkpoint",
-        description="Make a drafter folder for a DeepSeek-V4 checkpoint. Only its config, hc_head, norm and four "
-        "embedding rows are read.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the DeepSeek-V4 checkpoint")
-    parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id (default: main)")
-    for name, flag in OPTIONS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", default=None, **flag)
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,15 +10,14 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ..common.checkpoint import load_tokenizer
 from ..common.console import visible
-from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
 
 # Neighbouring tokens alternate between two styles, so that you can see where they end.
@@ -114,29 +113,8 @@ def print_samples(samples: list[tuple[str, Sample]], tokenizer: PreTrainedTokeni
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `preview` command to the sub-parsers of `hyperdflash data`."""
-    parser = subparsers.add_parser(
-        "preview",
-        help="show which tokens of a data file are learned",
-        description="Show the first rows of a data file as training will see them, token by token.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="data file, glob, or Hub data set")
-    parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--max-length", type=int, default=EncodingSettings.max_length, help="in tokens (default 3072)")
-    parser.add_argument("--num-samples", type=int, default=3, help="how many rows to show (default 3)")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises `ValueError` or `OSError` when there is nothing to show."""
-    if args.num_samples < 1:
-        raise ValueError(f"--num-samples must be at least 1, got {args.num_samples}")
     settings = EncodingSettings(args.mode, args.effort, args.generation, args.max_length)
     rows = read_rows(args.files)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -163,13 +141,3 @@ def collect_samples(
         if len(samples) == num:
             break
     return samples
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder or Hub id. Raises an `OSError` of one line if there is none."""
-    if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
-        raise FileNotFoundError(f"no folder {name}")
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OSError(f"no tokenizer can be loaded from {name}: {' '.join(str(error).split())}") from error

@@ -35,11 +35,10 @@ import torch
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..common.checkpoint import DTYPES
 from ..common.data_files import read_rows, to_messages
 from ..common.files import write_atomically
 from ..common.growing_file import GrowingFile, write_line
-from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
+from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .data import hash_tokenizer
 from .writers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
 
@@ -365,52 +364,10 @@ def check_paths(files: list[str], output: str | Path) -> None:
 
 # ---------------------------------------------------------------------------------------------------- the command line
 
-_TARGET_OPTIONS = ("target_revision", "dtype", "device_map", "batch_size", "threads")
-_SERVER_OPTIONS = ("model", "concurrency", "retries", "timeout", "api_key_env")
-
-
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    """Add the `regenerate` command to the sub-parsers of `data`."""
-    parser = subparsers.add_parser(
-        "regenerate",
-        help="regenerate the answers of a data set with the target",
-        description="Regenerate the answers of a data set with the target. Run the same command again to resume.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="data files, globs, or Hub data sets")
-    parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--target", help="folder or Hub id of the DeepSeek-V4, to be run here")
-    source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, e.g. vLLM's http://localhost:8000")
-    parser.add_argument("--tokenizer", help="folder or Hub id (default: the target's)")
-    parser.add_argument("--mode", choices=MODES, default="non-thinking", help="a row's own mode wins")
-    parser.add_argument("--effort", help="reasoning effort, in thinking mode; a row's own effort wins")
-    parser.add_argument("--generation", default="preview", help="of the chat encoding: preview or 0731")
-    parser.add_argument("--max-new-tokens", type=int, default=2048)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skip-bad-rows", action="store_true", help="count them as failed instead of stopping")
-    here = parser.add_argument_group("with --target")
-    here.add_argument("--target-revision")
-    here.add_argument("--dtype", choices=DTYPES, help="default auto")
-    here.add_argument("--device-map", help="as in transformers, e.g. auto")
-    here.add_argument("--batch-size", type=int, help="rows decoded together (default 32)")
-    here.add_argument("--threads", type=int, help="torch threads on the CPU")
-    there = parser.add_argument_group("with --server")
-    there.add_argument("--model", help="the name that the server has for the target")
-    there.add_argument("--concurrency", type=int, help="requests at the same time (default 32)")
-    there.add_argument("--retries", type=int, help="further tries of a request (default 5)")
-    there.add_argument("--timeout", type=float, help="seconds to wait for an answer (default 600)")
-    there.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's key")
-    parser.set_defaults(run=run)
-    return parser
-
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 if every answer failed, else 0."""
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
-    _check(args)
     check_paths(args.files, args.output)
     tokenizer_revision = args.target_revision if args.tokenizer is None else None
     writer = _make_writer(args)
@@ -430,28 +387,6 @@ def run(args: argparse.Namespace) -> int:
     if report.num_failed:
         print(f"reasons of the failures: {args.output.with_suffix('.failed.jsonl')}")
     return int(report.num_failed > 0 and report.num_answered + report.num_done_before == 0)
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raises `ValueError` for options out of their range, or of the other kind of writer."""
-    for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("threads", 1), ("concurrency", 1), ("retries", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"{_option(name)} must be at least {least}, got {value}")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature must be 0 (greedy) or above, got {args.temperature}")
-    if not 0 < args.top_p <= 1:
-        raise ValueError(f"--top-p must be above 0 and at most 1, got {args.top_p}")
-    foreign = _TARGET_OPTIONS if args.server else _SERVER_OPTIONS
-    for name in foreign:
-        if getattr(args, name) is not None:
-            raise ValueError(f"{_option(name)} goes with {'--target' if args.server else '--server'}")
-    if args.server and not (args.model and args.tokenizer):
-        raise ValueError("--server needs --model, its name there, and --tokenizer, a folder or Hub id")
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _make_writer(args: argparse.Namespace) -> TargetWriter | ServerWriter:

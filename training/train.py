@@ -327,22 +327,6 @@ def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
-def add_parser(subparsers) -> argparse.ArgumentParser:
-    parser = subparsers.add_parser(
-        "train",
-        help="train a drafter from a recipe",
-        description="Train a drafter as a recipe says. key=value overrides the recipe. Keys are the fields of "
-        "transformers' TrainingArguments and those of docs/training.md (training/arguments.py).",
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE.yaml")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--dry-run", action="store_true", help="print the plan, run one step, write nothing")
-    parser.add_argument("--profile", action="store_true", help="print where the time went")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `train` raises."""
     public = [override for override in args.overrides if not override.partition("=")[0].endswith("_token")]
