@@ -39,7 +39,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCa
 from transformers.utils import logging
 
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
-from .target_hyperdflash import ResidualTap, _stop_recording
+from .target_hyperdflash import ResidualTap, recording_stopped
 
 logger = logging.get_logger(__name__)
 
@@ -275,11 +275,8 @@ class HyperDFlashAssistant:
         """
         cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
         loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        with ResidualTap(target, self.tapped_layer_ids) as tap:
-            try:
-                return loop.run(tap, cache, model_kwargs)
-            finally:
-                _stop_recording(cache)
+        with ResidualTap(target, self.tapped_layer_ids) as tap, recording_stopped(cache):
+            return loop.run(tap, cache, model_kwargs)
 
 
 def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
@@ -382,17 +379,11 @@ class _Loop:
                 # 3. Verify: anchor and drafts in one forward; its rows are what single steps would give
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + len(drafts))  # (1, n + 1)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
-                start = self.num_tokens
                 tap.clear()  # a logits processor may have run the target too
-                try:
-                    outputs = self.target(**inputs)
-                    context = tap.take()  # (1, n + 1, m, D)
-                    # 4. Accept: the drafts that the target agrees with, and one token of its own
-                    finished, num_new = self.accept(outputs, drafts, draft_probs)
-                except BaseException:  # the cache keeps verified positions only, whichever layers the forward reached
-                    for layer in cache.layers:
-                        layer.crop(min(self.num_tokens - start - layer.num_recorded, 0))
-                    raise
+                outputs = self.target(**inputs)
+                context = tap.take()  # (1, n + 1, m, D)
+                # 4. Accept: the drafts that the target agrees with, and one token of its own
+                finished, num_new = self.accept(outputs, drafts, draft_probs)
                 # 5. Rewind: the forward wrote n + 1 positions, of which the first `num_new` are verified. The newest
                 # token was not in it: it is the next round's anchor.
                 cache.crop(num_new - verified.shape[1])
