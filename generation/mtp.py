@@ -29,7 +29,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ..common.checkpoint import file_in, tensor_files
-from ..generation_hyperdflash import DraftRequest, HyperDFlashAssistant, head_logits, warn_of_cap
+from ..generation_hyperdflash import DraftRequest, HyperDFlashAssistant, check_devices, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
 
 PREFIX = "mtp.0."
@@ -133,6 +133,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise `ValueError` for a call or a target that this module cannot draft for."""
         check_call(generation_mode, generation_config)
+        check_devices(self, target)
         for name in ("vocab_size", "hidden_size", "hc_mult"):
             ours, theirs = getattr(self.config, name), getattr(target.config, name)
             if ours != theirs:
