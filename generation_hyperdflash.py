@@ -393,13 +393,17 @@ class _Loop:
         # 1. Prefill: the target reads the prompt and chooses the first token; nothing is drafted yet
         prompt_mask = model_kwargs.get("attention_mask")
         position = int(model_kwargs["position_ids"][0, -1])  # of the last token that the target has seen
-        outputs = self.target._prefill(self.ids, self.config, model_kwargs)
+        if prompt_mask is not None:
+            prompt_mask = prompt_mask.to(self.device)
+        # On the prompt's device, as the library then moves every input to the target's
+        outputs = self.target._prefill(self.ids.to(self.prompt_device), self.config, model_kwargs)
         cache.activate_past_recording()
         context = _prompt_context(tap.take(), prompt_mask, self.drafter.config)  # (1, C, m, D)
         most = self.most_drafts(position, cache)
         self.make_room(0, position)
         finished, num_new = self.accept(outputs, None, None, first=True)
-        step_inputs = self.target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
+        ids = self.ids.to(self.prompt_device)
+        step_inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
         draft_cache = DynamicCache(config=self.drafter.config)
         with self.target._optimize_model_for_decode():
             while not finished:

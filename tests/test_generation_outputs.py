@@ -423,7 +423,8 @@ def test_cache_is_a_fresh_one_after_every_round(stack):
     cache = DynamicCache(config=target.config)
     own, undone, before = drafter.draft, set(), {}
 
-    def checking(context, noise_ids, position, num_drafts, target, draft_cache):
+    def checking(request):
+        position = request.position
         ids = want[:, :position]
         now = copy.deepcopy(cache)
         assert now.get_seq_length() == position
@@ -431,7 +432,7 @@ def test_cache_is_a_fresh_one_after_every_round(stack):
         for rate in (4, 8):
             if before:
                 undone.add((rate, before["end"] // rate - position // rate))
-        drafts = own(context, noise_ids, position, num_drafts, target, draft_cache)
+        drafts = own(request)
         before["end"] = position + 1 + len(drafts)
         return drafts
 
