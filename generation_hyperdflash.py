@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import (
     EosTokenCriteria,
     EpsilonLogitsWarper,
@@ -281,7 +282,7 @@ class HyperDFlashAssistant:
         """
         cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
         loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        with ResidualTap(target, self.tapped_layer_ids) as tap, recording_stopped(cache):
+        with ResidualTap(target, self.tapped_layer_ids, last=_reach(self.config)) as tap, recording_stopped(cache):
             return loop.run(tap, cache, model_kwargs)
 
 
@@ -399,6 +400,7 @@ class _Loop:
         outputs = self.target._prefill(self.ids.to(self.prompt_device), self.config, model_kwargs)
         cache.activate_past_recording()
         context = _prompt_context(tap.take(), prompt_mask, self.drafter.config)  # (1, C, m, D)
+        tap.last = None  # from here on every row may be of use
         most = self.most_drafts(position, cache)
         self.make_room(0, position)
         finished, num_new = self.accept(outputs, None, None, first=True)
@@ -669,12 +671,17 @@ def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
     return attentions
 
 
+def _reach(config: PretrainedConfig) -> int | None:
+    """How many positions before the anchor a drafter's layers can see, or None where one of them sees all."""
+    return None if "full_attention" in config.layer_types else config.sliding_window
+
+
 def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
     """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches: an MTP module's
     first query is the last of them."""
     if mask is not None:
         residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
-    if "full_attention" not in config.layer_types:
-        first = max(residual.shape[1] - config.sliding_window, 0)
+    if (reach := _reach(config)) is not None:
+        first = max(residual.shape[1] - reach, 0)
         residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
     return residual

@@ -49,7 +49,10 @@ except ImportError as error:
 
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):
-    """Sliding-window K = V that can take back every position written since recording or the last `crop`."""
+    """Sliding-window K = V that can take back every position written since recording or the last `crop`; with
+    `max_rewind`, at most so many of the last ones, and no more is kept on record than that needs."""
+
+    max_rewind: int | None = None
 
     def __init__(self, sliding_window: int, **kwargs):
         super().__init__(sliding_window=sliding_window)
@@ -75,6 +78,9 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         visible = full[:, :, -(self.sliding_window - 1 + num_new) :, :]
         num_recorded = self.num_recorded + num_new if self.record_past else 0
         kept = full if self.record_past else self._window(full)
+        if self.record_past and self.max_rewind is not None:
+            num_recorded = min(num_recorded, self.max_rewind)
+            kept = _rows_from(full, full.shape[-2] - (self.sliding_window - 1 + self.max_rewind), dim=-2)
         # One step: an interruption (Ctrl-C) between two lines would leave a counter that its tensor does not match
         vars(self).update(
             keys=kept, values=kept, cumulative_length=self.cumulative_length + num_new, num_recorded=num_recorded
@@ -151,10 +157,18 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             kv = torch.cat([buffer_kv, kv], dim=1)
             gate = torch.cat([self.buffer_gate[name], gate], dim=1)
         if self.record_past:
-            self._rows.setdefault(name, []).append((first_entry, kv, gate))
+            skipped = self._first_kept_entry(first_entry) - first_entry
+            rows = (_rows_from(x, skipped * rate) for x in (kv, gate))
+            self._rows.setdefault(name, []).append((first_entry + skipped, *rows))
         usable = kv.shape[1] // rate * rate
         self.buffer_kv[name], self.buffer_gate[name] = kv[:, usable:], gate[:, usable:]
         return kv[:, :usable], gate[:, :usable], first_entry * rate
+
+    def _first_kept_entry(self, first: int) -> int:
+        """The first entry, from `first` on, whose rows a rewind of `max_rewind` positions can need."""
+        if self.max_rewind is None:
+            return first
+        return max(first, (self.cumulative_length - self.max_rewind) // self.compress_rate)
 
     def _rewound(self, num_removed: int) -> dict[str, Any]:
         state = {**super()._rewound(num_removed), "_rows": {}}
@@ -215,7 +229,10 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
             first = self.entry_count[name]
             if not record and self.overlap_kv[name] is not None:
                 record.append((first - 1, self.overlap_kv[name][:, None], self.overlap_gate[name][:, None]))
-            record.append((first, chunk_kv[..., :head_dim], chunk_gate[..., :head_dim]))
+            # A rewind may end with the entry before the first one kept, whose slice the next window then reads
+            skipped = max(self._first_kept_entry(first) - 1 - first, 0)
+            slices = (_rows_from(x[..., :head_dim], skipped) for x in (chunk_kv, chunk_gate))
+            record.append((first + skipped, *slices))
         return super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
 
     def _rewound(self, num_removed: int) -> dict[str, Any]:
@@ -242,6 +259,11 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
                     states[name] = fn(tensor)
         for name, record in self._slices.items():
             self._slices[name] = [(first, fn(kv), fn(gate)) for first, kv, gate in record]
+
+
+def _rows_from(tensor: torch.Tensor, start: int, dim: int = 1) -> torch.Tensor:
+    """The rows from `start` on; a copy where any are left out, as a slice would keep them alive."""
+    return tensor.narrow(dim, start, tensor.shape[dim] - start).clone() if start > 0 else tensor
 
 
 _REWINDABLE = {
@@ -367,6 +389,12 @@ def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model
             f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
             "feed them again. Pass no cache, or use a HyperDFlash drafter"
         )
+    if (
+        assistant_model is None and cache is not None
+    ):  # prompt lookup: the library records from before the prompt, and takes back candidates
+        config = kwargs["generation_config"]
+        for layer in cache.layers:
+            layer.max_rewind = config.prompt_lookup_num_tokens
     with recording_stopped(cache):
         return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
@@ -428,6 +456,7 @@ def _stop_recording(cache: Cache | None) -> None:
     for layer in layers:
         layer.crop(min(verified - layer.get_seq_length(), 0))
         layer.deactivate_past_recording()
+        layer.max_rewind = None
 
 
 # ---------------------------------------------------------------------------------------------------- the residual tap
@@ -442,10 +471,13 @@ class ResidualTap:
         layer_ids (`list[int]`, *optional*):
             Zero-based layers whose outputs are read, concatenated on the last axis, `(B, T, m, L * D)`. By default the
             input of hc_head: the final residual before its paths are collapsed, `(B, T, m, D)`.
+        last (`int`, *optional*):
+            Keep only so many of the last positions. A prompt read in chunks then costs no more than its tail; may be
+            set to None later.
     """
 
-    def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None):
-        self.target, self.layer_ids = target, layer_ids
+    def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None, last: int | None = None):
+        self.target, self.layer_ids, self.last = target, layer_ids, last
         self._outputs: list[list[torch.Tensor]] = []
         self._handles = []
 
@@ -455,7 +487,7 @@ class ResidualTap:
 
         def keep(slot, tensor):
             if threading.get_ident() == thread:
-                self._outputs[slot].append(tensor)
+                self._keep(self._outputs[slot], tensor)
 
         if self.layer_ids is None:
             self._outputs = [[]]
@@ -471,6 +503,13 @@ class ResidualTap:
     def __exit__(self, *exc):
         for handle in self._handles:
             handle.remove()
+
+    def _keep(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        if self.last is not None:
+            tensor = _rows_from(tensor, tensor.shape[1] - self.last)
+        parts.append(tensor)
+        while self.last is not None and sum(part.shape[1] for part in parts[1:]) >= self.last:
+            parts.pop(0)
 
     def take(self) -> torch.Tensor:
         """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""
