@@ -28,7 +28,7 @@ results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/results
 BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
   --dtype float32 --threads 1
 
-.PHONY: demo test test-fast test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
+.PHONY: demo test test-fast device test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
   bench tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
@@ -39,6 +39,9 @@ test: $(STAMP)  ## all tests
 
 test-fast: $(STAMP)  ## without the tests marked slow
 	$(BIN)/python -m pytest -m "not slow"
+
+device: $(STAMP)  ## what only a GPU can tell: losslessness, times, a training step; under ten minutes
+	$(BIN)/python tests/device_check.py
 
 test-vllm:  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
 	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
