@@ -84,12 +84,12 @@ class SpeculativeStats:
 
     @property
     def accepted_drafts(self) -> float:
-        """Mean number of accepted drafts a round."""
+        """Mean number of accepted drafts per round."""
         return sum(self.num_accepted) / len(self.num_accepted) if self.num_accepted else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """tau: 1 + accepted drafts a round (the target's own token counts, as in vLLM's mean acceptance length)."""
+        """tau: 1 + accepted drafts per round (the target's own token counts, as in vLLM's mean acceptance length)."""
         return 1 + self.accepted_drafts
 
     @property
@@ -144,7 +144,7 @@ class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class DraftRequest:
-    """What a drafter is told of one round.
+    """What a drafter is given for one round.
 
     Attributes:
         context (`torch.Tensor` of shape `(1, C, m, D)`):
@@ -278,6 +278,9 @@ class HyperDFlashAssistant:
     ):
         """Decode as `GenerationMixin._assisted_decoding` does (arguments and return value are its own).
 
+        `output_logits` returns the target's logits as they were; plain decoding returns what a processor that writes
+        in place made of them.
+
         Raises `ValueError` for a batch, embeddings instead of ids, no cache, or a cache longer than the prompt.
         """
         cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
@@ -294,7 +297,7 @@ def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Te
 
 
 def num_worth_verifying(rates: list[float], cost: float) -> int:
-    """Leading drafts, at least one, of which each raises the expected tokens a second.
+    """Leading drafts, at least one, each of which raises the expected tokens per second.
 
     Args:
         rates: of each draft, the probability that it is accepted if all before it are.
@@ -331,9 +334,9 @@ def check_devices(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> No
 
 
 def warn_of_cap(max_drafts: int, asked: int) -> None:
-    """Say that more drafts a round were asked for than there are."""
+    """Warn when more drafts per round are asked for than the drafter makes."""
     if max_drafts < asked != 20:  # 20 is the library's default for every assistant
-        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter has no more a round")
+        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter makes no more per round")
 
 
 class _Loop:
@@ -603,7 +606,7 @@ class _Loop:
         return finished
 
     def keep_states(self, outputs, num_new: int, first: bool) -> None:
-        """Hidden states and attentions that the user asked for, one entry a token, as from plain `generate`."""
+        """Hidden states and attentions that the user asked for, one entry per token, as from plain `generate`."""
         rows = range(num_new)
         if self.hidden_states is not None:
             self.hidden_states += (

@@ -13,7 +13,7 @@ rewindable layers, and `_assisted_decoding` hands over to an assistant that brin
 transformers refuses for a stateful model (early exit, recipes that crop a cache) stays refused, and plain `generate`
 is untouched.
 
-Nothing here knows of a drafter. Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows
+Nothing here depends on a drafter. Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows
 `(B, T, width)`; entries `(B, entries, head_dim)`; overlap slices `(B, rate, head_dim)`; residual `(B, T, m, D)`.
 Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
 """
@@ -277,7 +277,7 @@ def make_rewindable(cache: Cache, config) -> Cache:
     """Give a DeepSeek-V4 `DynamicCache` rewindable layers, in place, keeping what it already holds.
 
     Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's
-    registry of layer types is left alone: it has one slot a type for every cache and every model of the process.
+    registry of layer types is left alone: it has one slot per type for every cache and every model of the process.
 
     Raises `ValueError` for a cache that is not dynamic, is offloaded, has another number of layers than the config,
     was left half-written by an interrupted call, or has been recording with layers that cannot rewind.

@@ -5,7 +5,7 @@ the token after it. It lives under `mtp.0.*` in a checkpoint and shares embeddin
 `mtp_state_dict` writes those tensors in the official naming; `load_mtp` reads that and transformers' naming.
 
     mtp = load_mtp(folder, target.config, max_drafts=3)
-    target.generate(**inputs, assistant_model=mtp)      # the loop, and the promise, of the HyperDFlash drafter
+    target.generate(**inputs, assistant_model=mtp)      # the same loop as the HyperDFlash drafter, just as lossless
 
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
@@ -63,7 +63,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     (sliding attention, top-k MoE), the module's own head collapse and norm.
 
     Embedding and LM head are the target's and are handed in; nothing of them is stored here. As an assistant it drafts
-    `max_drafts` tokens a round, one after the other: the module's own output takes the residual's place for the next.
+    `max_drafts` tokens per round, one after the other: its own output takes the residual's place for the next one.
 
     Args:
         config: the target's.
@@ -226,7 +226,9 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
                 state[name] = _find(read, name, value, torch.float32 if keep else dtype)
         mtp.load_state_dict(state, assign=True)
     except KeyError as error:
-        raise ValueError(f"{checkpoint} holds no whole MTP module: no tensor named {error.args[0]}") from error
+        raise ValueError(
+            f"{checkpoint} holds an incomplete MTP module: there is no tensor named {error.args[0]}"
+        ) from error
     except RuntimeError as error:  # of other shapes: the library names them all
         raise ValueError(f"the MTP module of {checkpoint} does not fit the target's config: {error}") from error
     return mtp.eval()
@@ -272,4 +274,4 @@ def check_mtp_names(names: Collection[str], where: str | Path) -> None:
             f"{where} carries DSpark under mtp.*, not the native MTP module: that is in the preview checkpoint"
         )
     if f"{PREFIX}e_proj.weight" not in names:
-        raise ValueError(f"{where} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
+        raise ValueError(f"{where} holds no native MTP module: there is no tensor named {PREFIX}e_proj.weight")

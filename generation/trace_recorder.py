@@ -282,7 +282,7 @@ class RoundRecorder:
         return {
             **{name: f"{model.name_or_path or 'unnamed'} ({type(model).__name__})" for name, model in names.items()},
             "Decoding": ", ".join(["sampling" if self.sampling else "greedy", *parts]),
-            "Drafts a round": f"at most {min(self.drafter.max_drafts, generation_config.num_assistant_tokens)}",
+            "Drafts per round": f"at most {min(self.drafter.max_drafts, generation_config.num_assistant_tokens)}",
             "Computed in": f"{self.target.dtype}, on {self.target.device}".replace("torch.", ""),
             "Probabilities": compared,
         }

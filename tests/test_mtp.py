@@ -120,7 +120,7 @@ def test_fewer_drafts_can_be_asked_for_and_more_are_capped(monkeypatch):
             target, random_ids(6), 20, assistant_model=mtp, num_assistant_tokens=asked, return_dict_in_generate=True
         )
         assert max(out.speculation.num_drafts) == most
-    assert warnings == ["num_assistant_tokens=9 is capped at 3: the drafter has no more a round"]
+    assert warnings == ["num_assistant_tokens=9 is capped at 3: the drafter makes no more per round"]
 
 
 def test_another_targets_module_is_refused_by_its_shapes():
@@ -131,7 +131,7 @@ def test_another_targets_module_is_refused_by_its_shapes():
 
 def test_checkpoints_without_the_native_module_are_told_apart(tmp_path):
     save_file({"lm_head.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no native MTP module: no tensor named mtp\.0\.e_proj\.weight"):
+    with pytest.raises(ValueError, match=r"no native MTP module: there is no tensor named mtp\.0\.e_proj\.weight"):
         load_mtp(tmp_path, tiny_config())
     save_file({"mtp.0.main_proj.weight": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="carries DSpark under mtp.*preview checkpoint"):
@@ -238,7 +238,7 @@ def test_what_is_wrong_with_a_checkpoints_module_is_named(tmp_path):
     tensors = mtp_state_dict(tiny_mtp(tiny_target()))
     file = tmp_path / "model.safetensors"
     save_file({name: value for name, value in tensors.items() if name != "mtp.0.norm.weight"}, file)
-    with pytest.raises(ValueError, match=r"no whole MTP module: no tensor named mtp\.0\.norm\.weight"):
+    with pytest.raises(ValueError, match=r"incomplete MTP module: there is no tensor named mtp\.0\.norm\.weight"):
         load_mtp(tmp_path, tiny_config())
     save_file(tensors, file)
     with pytest.raises(ValueError, match="does not fit the target's config"):
