@@ -4,62 +4,30 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperDFlash needs Python 3.11 or newer: make PYTHON=python3.11")'
+# A file's tests share fixtures, so a file stays with one of the two processes
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 TINY := examples/tiny
-# Large blocks from the heap instead of fresh pages: a third faster for training on the CPU.
-TRAIN := MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456 $(BIN)/python
+OF_TINY := tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads
+OF_SERVING := test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang
 
-# vLLM pins other versions of transformers and more, so it has an environment of its own
-VLLM := serving/.venv-vllm
-VLLM_STAMP := $(VLLM)/.installed
-IN_VLLM := OMP_NUM_THREADS=1 VLLM_CACHE_ROOT=$(CURDIR)/serving/build/cache $(VLLM)/bin/python
-
-# SGLang's sources are read, never installed
-SGLANG := serving/build/sglang
-
-# Everything that docs/evidence.md compares, and the prompts that nothing was trained or chosen on
-RUNS := $(TINY)/build/baselines
-HELD_OUT := $(TINY)/build/prompts/heldout/code.jsonl $(TINY)/build/prompts/heldout/math.jsonl $(TINY)/build/prompts/heldout/chat.jsonl
-# Of a run's folder without its code: the drafters here link the repository's, and a copy would write through the links
-PUBLISHED := config.json model.safetensors README.md command.txt training.png
-seeds = $(RUNS)/$(1)-42/final,$(RUNS)/$(1)-43/final,$(RUNS)/$(1)-44/final
-short = $(RUNS)/ablation-$(1)/final,$(RUNS)/ablation-$(1)-43/final,$(RUNS)/ablation-$(1)-44/final
-# results.json alone: the command is in it, and `hyperdflash plot` makes table and pictures again
-results = mkdir -p docs/results/$(1) && cp $(TINY)/build/benchmarks/$(1)/results.json docs/results/$(1)
-BENCHMARK := $(BIN)/hyperdflash benchmark $(TINY)/target --prompts $(HELD_OUT) --num-prompts 30 --max-new-tokens 128 \
-  --dtype float32 --threads 1
-
-.PHONY: demo test test-fast device test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang lint \
-  bench tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads clean
+.PHONY: demo test test-fast nightly device lint bench clean $(OF_TINY) $(OF_SERVING)
+# Two targets of one of the other Makefiles would build what both need at the same time
+.NOTPARALLEL:
 
 demo: $(STAMP)  ## the tiny target with and without its drafter
 	$(BIN)/hyperdflash demo
 
-test: $(STAMP)  ## all tests
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## every behaviour, on two cores
+	$(PYTEST) -m "not nightly"
 
 test-fast: $(STAMP)  ## without the tests marked slow
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not nightly and not slow"
+
+nightly: $(STAMP)  ## what `make test` leaves out: more cases of the same behaviours
+	$(PYTEST) -m nightly
 
 device: $(STAMP)  ## what only a GPU can tell: losslessness, times, a training step; under ten minutes
 	$(BIN)/python tests/device_check.py
-
-test-vllm:  ## the drafter in vLLM's engine on two CPU cores, set-up of vLLM (3.4 GB) included
-	$(MAKE) -j2 test-vllm-engines test-vllm-acceptance
-
-test-vllm-engines: test-vllm-tiny $(VLLM_STAMP)
-	$(IN_VLLM) -m pytest serving/tests --ignore serving/tests/test_acceptance.py
-
-test-vllm-acceptance: test-vllm-pair $(VLLM_STAMP)
-	$(IN_VLLM) -m pytest serving/tests/test_acceptance.py
-
-test-vllm-tiny: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/make_tiny.py
-
-test-vllm-pair: test-vllm-tiny
-	OMP_NUM_THREADS=1 $(BIN)/python serving/tests/train_tiny.py make
-
-test-sglang: $(STAMP) $(SGLANG)/.unpacked  ## what serving in SGLang would rest on, in its sources (39 MB); no engine
-	$(BIN)/python -m pytest serving/sglang
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -70,67 +38,11 @@ bench: $(STAMP)  ## where the time of a round goes
 	  echo $$drafter && $(BIN)/python -m hyperdflash.benchmark.profile_rounds --drafter $(TINY)/$$drafter || exit; \
 	done
 
-tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
-	$(MAKE) tiny-corpus
-	$(BIN)/python $(TINY)/make/tokenizer.py
-	$(TRAIN) $(TINY)/make/train_target.py
-	$(MAKE) tiny-texts
-	$(MAKE) tiny-drafter
+$(OF_TINY): $(STAMP)  ## rebuild the tiny world, or what the documents compare
+	$(MAKE) -f $(TINY)/Makefile $@
 
-tiny-corpus: $(STAMP)  ## documents of three domains
-	$(BIN)/pip install -q -c constraints.txt -r $(TINY)/requirements.txt
-	$(BIN)/python $(TINY)/make/corpus.py $(CORPUS_OPTIONS)
-
-tiny-texts: $(STAMP)  ## what the tiny target writes, for its drafters, and the held-out prompts: an hour, resumable
-	test -e $(TINY)/build/train-chat.jsonl || $(MAKE) tiny-corpus
-	$(BIN)/python $(TINY)/make/prompts.py
-	for part in code:192 math:128 chat:64; do \
-	  domain=$${part%:*}; write="data regenerate --target $(TINY)/target --dtype float32 --threads 1 --batch-size 96 \
-	    --max-new-tokens $${part#*:}"; texts=$(TINY)/build/texts; mkdir -p $$texts; \
-	  for name in greedy valid; do \
-	    $(TRAIN) -m hyperdflash $$write $(TINY)/build/prompts/$$name-$$domain.jsonl --output $$texts/$$name-$$domain.jsonl \
-	    || exit 1; done; \
-	  $(TRAIN) -m hyperdflash $$write $(TINY)/build/prompts/sampled-$$domain.jsonl --temperature 1 \
-	    --output $$texts/sampled-$$domain.jsonl || exit 1; \
-	  cat $$texts/greedy-$$domain.jsonl $$texts/sampled-$$domain.jsonl > $$texts/train-$$domain.jsonl; \
-	done
-
-tiny-drafter: $(STAMP)  ## train the tiny drafters again, with heads and without: about an hour, resumable
-	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only hyperdflash-42 markov-42
-	cp $(addprefix $(RUNS)/hyperdflash-42/final/,$(PUBLISHED)) $(TINY)/drafter-paper
-	cp $(addprefix $(RUNS)/markov-42/final/,$(PUBLISHED)) $(TINY)/drafter
-
-tiny-baselines: $(STAMP)  ## train and measure everything that docs/evidence.md compares: a day on one core, resumable
-	test -e $(TINY)/build/texts/train-chat.jsonl || $(MAKE) tiny-texts
-	OMP_NUM_THREADS=1 $(BIN)/python -m hyperdflash features training/recipes/tiny_headline.yaml
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only headline ablations seeds texts
-	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/headline --methods prompt-lookup:6 mtp:3 mtp:6 \
-	  mtp:3=$(call seeds,mtp) mtp:6=$(call seeds,mtp) dflash:6=$(call seeds,dflash) fc:6=$(RUNS)/fc-42/final \
-	  mean:6=$(call seeds,mean) hyperdflash:6=$(call seeds,hyperdflash)
-	$(BENCHMARK) --output $(TINY)/build/benchmarks/ablations --methods $(shell $(BIN)/python $(TINY)/evidence/baselines.py --methods)
-	$(BENCHMARK) --output $(TINY)/build/benchmarks/seeds --methods hyperdflash:6=$(call short,base) dflash:6=$(call short,dflash)
-	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/texts \
-	  --methods hyperdflash:6=$(RUNS)/ablation-base/final,$(RUNS)/texts-sampled/final
-	$(call results,headline)
-	cp $(addprefix $(TINY)/build/benchmarks/headline/,acceptance.png speedup.png) docs/results/headline
-	$(call results,ablations)
-	$(call results,seeds)
-	$(call results,texts)
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/residual_paths.py
-	$(BIN)/python $(TINY)/evidence/evidence.py
-
-tiny-heads: tiny-baselines  ## the same for the heads beyond the paper: some hours more, resumable
-	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/evidence/baselines.py --only heads
-	$(BENCHMARK) --temperatures 0 1 --output $(TINY)/build/benchmarks/heads --methods mtp:6 mtp:6=$(call seeds,mtp) \
-	  hyperdflash:6=$(call seeds,hyperdflash) hyperdflash+markov:6=$(call seeds,markov) \
-	  hyperdflash+markov+confidence:6=$(call seeds,markov) mean+markov:6=$(call seeds,mean-markov) \
-	  dspark-like:6=$(call seeds,dspark-like)
-	$(call results,heads)
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/calibration.py $(RUNS)/markov-42/final docs/results/heads
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/selector.py $(RUNS)/markov-42/final docs/results/heads/selector.json
-	OMP_NUM_THREADS=1 $(BIN)/python $(TINY)/evidence/first_slot.py $(RUNS) docs/results/heads/first_slot.json
-	$(BIN)/python $(TINY)/evidence/evidence.py
+$(OF_SERVING): $(STAMP)  ## the drafter in vLLM's engine; what SGLang would need
+	$(MAKE) -f serving/Makefile $@
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(CHECK_PYTHON)
@@ -138,20 +50,5 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	@touch $@
 
-$(VLLM_STAMP): serving/requirements-vllm.txt serving/vllm_plugin/pyproject.toml
-	@$(CHECK_PYTHON)
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install -q --no-deps -r serving/requirements-vllm.txt
-	$(VLLM)/bin/pip install -q --no-deps --no-build-isolation -e serving/vllm_plugin
-	@touch $@
-
-$(SGLANG)/.unpacked: serving/sglang/requirements.txt
-	rm -rf $(SGLANG)
-	$(BIN)/pip download -q --no-deps --only-binary :all: --python-version 3.11 --platform manylinux_2_34_x86_64 \
-	  --require-hashes -d $(SGLANG) -r $<
-	$(BIN)/python -m zipfile -e $(SGLANG)/sglang-*.whl $(SGLANG)
-	rm $(SGLANG)/*.whl
-	@touch $@
-
 clean:
-	rm -rf $(VENV) $(VLLM) serving/build .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) serving/.venv-vllm serving/build .pytest_cache .ruff_cache *.egg-info

@@ -1,27 +1,29 @@
 """The DeepSeek-V4 encoding: chat messages to the text and the token ids that a V4 model was trained on.
 
-DeepSeek-V4 ships no chat template, its encoding is code. This file holds the part without tools, standard library
-only, so that it can travel with a drafter:
+DeepSeek-V4 has no chat template: its encoding is code. This file is the part without tools. It needs the standard
+library only, so that it can be published with a drafter.
 
     BOS [effort instruction] system text <｜User｜>question<｜Assistant｜></think>answer EOS               non-thinking
     BOS [effort instruction] system text <｜User｜>question<｜Assistant｜><think>reasoning</think>answer EOS   thinking
 
-Facts that surprise, all as in the official code:
+What may surprise you, all as in the official code:
 - The header `<｜Assistant｜>` + think tag belongs to the user turn before it. An assistant turn that follows no user
   turn (the first message, or the second of two assistant turns in a row) has no header.
 - Only what comes after the last user turn keeps its reasoning; earlier answers are written `</think>answer`.
 - User turns in a row become one, joined by an empty line.
 - Effort acts in thinking mode only, and what it writes depends on the generation of the checkpoint.
 
-Text that looks like a control token ("</think>" in a question about prompts) stays verbatim in `encode_messages`, as
-in the official code, where a tokenizer then turns it into control tokens. `encode_with_mask` never does: there it is
-plain text. Use `encode_with_mask` for text that others wrote.
+`encode_messages` leaves text that looks like a control token ("</think>" in a question about prompts) as it is, like
+the official code, and a tokenizer then makes control tokens of it. `encode_with_mask` encodes it as plain text: use
+that one for text that others wrote.
 
     .venv/bin/python -m pytest tests/test_encoding.py
 """
 
 import re
 from functools import lru_cache
+from itertools import groupby
+from os.path import commonprefix
 
 BOS_TOKEN = "<｜begin▁of▁sentence｜>"
 EOS_TOKEN = "<｜end▁of▁sentence｜>"
@@ -69,7 +71,7 @@ def encode_messages(
 
     Args:
         messages (`list[dict]`): `{"role": "system" | "user" | "assistant", "content": str}`; an assistant message may
-            carry `"reasoning"`, which only thinking mode renders.
+            have `"reasoning"`, which only thinking mode renders, and `"weight"`, which only the loss mask reads.
         mode (`str`, *optional*, defaults to `"non-thinking"`): `"non-thinking"` or `"thinking"`.
         effort (`str`, *optional*): `None`, `"high"` or `"max"`, for generation 0731 also `"low"`.
         generation (`str`, *optional*, defaults to `"preview"`): of the checkpoint, `"preview"` or `"0731"`.
@@ -96,8 +98,9 @@ def encode_with_mask(
     """Token ids of the conversation in the DeepSeek-V4 encoding, with the loss mask.
 
     The mask is 1 on every answer (in thinking mode also on its reasoning and the `</think>` that ends it) and on the
-    EOS after it, and 0 elsewhere, the header included. Both lists have one entry a token. There is exactly one BOS,
-    whatever the tokenizer adds by itself, and text that looks like a control token is encoded as plain text.
+    EOS after it, and 0 elsewhere, the header included. An answer with `"weight": 0` (OpenAI's fine-tuning format) is
+    context. Both lists have one entry per token. There is exactly one BOS, whatever the tokenizer adds by itself, and
+    text that looks like a control token is encoded as plain text.
 
     Args: as in [`encode_messages`]; `tokenizer` is a `transformers` tokenizer with the six control tokens. With
     `add_generation_prompt=True` the ids are a prompt for `generate`.
@@ -112,10 +115,22 @@ def encode_with_mask(
         raise ValueError(f"the tokenizer lacks control tokens of the DeepSeek-V4 encoding: {', '.join(missing)}")
     cuts = _cut_pattern(frozenset(added))
     input_ids, loss_mask = [], []
-    for text, is_control, is_trained in spans:
-        ids = [added[text]] if is_control else _plain_ids(text, tokenizer, cuts)
+    for is_control, run in groupby(spans, key=lambda span: span[1]):
+        if is_control:
+            for text, _, is_trained in run:
+                input_ids.append(added[text])
+                loss_mask.append(int(is_trained))
+            continue
+        # Text between two control tokens is tokenised as a whole: "Be brief. " + "Hi" has the token " Hi". A token
+        # across the seam counts as the answer's, which starts in it.
+        text, ids, mask = "", [], []
+        for part, _, is_trained in run:
+            text += part
+            longer = _plain_ids(text, tokenizer, cuts)
+            num_same = len(commonprefix([ids, longer]))
+            ids, mask = longer, mask[:num_same] + [int(is_trained)] * (len(longer) - num_same)
         input_ids += ids
-        loss_mask += [int(is_trained)] * len(ids)
+        loss_mask += mask
     return input_ids, loss_mask
 
 
@@ -123,21 +138,22 @@ _CONTROL_TOKENS = (BOS_TOKEN, EOS_TOKEN, USER_TOKEN, ASSISTANT_TOKEN, THINK_STAR
 
 
 def _spans(messages, mode, effort, generation, add_generation_prompt) -> list[tuple[str, bool, bool]]:
-    """The conversation as (text, is a control token, is in the loss). Texts that touch are one span: that is how the
-    whole string would be tokenised."""
+    """The conversation as (text, is a control token, is in the loss)."""
     _check(messages, mode, effort, generation)
     thinking = mode == "thinking"
     roles = [message["role"] for message in messages]
     last_user = max((i for i, role in enumerate(roles) if role == "user"), default=-1)
     spans = [(BOS_TOKEN, True, False)]
-    text = EFFORT_INSTRUCTIONS[generation][effort] if thinking else ""  # waits for the control token that ends it
+    # Text is held back until a control token follows, as the system text joins the instruction before it
+    text = EFFORT_INSTRUCTIONS[generation][effort] if thinking else ""
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             spans.append((text, False, False))
             text = ""
+            is_trained = message.get("weight") != 0
             if thinking and i > last_user:
-                spans += [(message.get("reasoning") or "", False, True), (THINK_END_TOKEN, True, True)]
-            spans += [(message["content"], False, True), (EOS_TOKEN, True, True)]
+                spans += [(message.get("reasoning") or "", False, is_trained), (THINK_END_TOKEN, True, is_trained)]
+            spans += [(message["content"], False, is_trained), (EOS_TOKEN, True, is_trained)]
             continue
         if message["role"] == "user":
             if i and roles[i - 1] == "user":
@@ -148,20 +164,21 @@ def _spans(messages, mode, effort, generation, add_generation_prompt) -> list[tu
         text += message["content"]
         following = roles[i + 1] if i + 1 < len(roles) else "assistant" if add_generation_prompt else None
         if message["role"] == "user" and following == "assistant":
+            # Earlier answers are rendered without their reasoning, so their header closes it at once
             think = THINK_START_TOKEN if thinking and i >= last_user else THINK_END_TOKEN
             spans += [(text, False, False), (ASSISTANT_TOKEN, True, False), (think, True, False)]
             text = ""
-    spans.append((text, False, False))
+    spans.append((text, False, False))  # a last user turn without a header after it
     return [span for span in spans if span[0]]
 
 
 def _check(messages, mode, effort, generation) -> None:
     if mode not in MODES:
         raise ValueError(f"unknown mode {mode!r}; the DeepSeek-V4 encoding has {', '.join(MODES)}")
-    if generation not in EFFORT_INSTRUCTIONS:
+    if generation not in tuple(EFFORT_INSTRUCTIONS):  # a tuple compares, where a dict would have to hash a list
         accepted = ", ".join(EFFORT_INSTRUCTIONS)
         raise ValueError(f"unknown generation {generation!r}; the DeepSeek-V4 encoding has {accepted}")
-    if effort not in EFFORT_INSTRUCTIONS[generation]:
+    if effort not in tuple(EFFORT_INSTRUCTIONS[generation]):
         accepted = ", ".join(map(str, EFFORT_INSTRUCTIONS[generation]))
         raise ValueError(f"unknown effort {effort!r}; generation {generation} has {accepted}")
     if not messages:
@@ -178,6 +195,8 @@ def _check(messages, mode, effort, generation) -> None:
             value = message.get(key)
             if not isinstance(value, str) and (key == "content" or value is not None):
                 raise ValueError(f"message {i} ({role}): {key!r} must be a string, not {type(value).__name__}")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"message {i} ({role}): 'weight' must be 0 or 1, not {message['weight']!r}")
 
 
 @lru_cache(maxsize=8)
@@ -196,11 +215,13 @@ def _plain_ids(text: str, tokenizer, cuts: re.Pattern) -> list[int]:
 
 def to_message(ids: list[int], tokenizer, mode: str, eos_ids: set[int]) -> dict:
     """The assistant message that the answer's ids stand for. Reasoning ends at the first `</think>`; without one, all
-    of it is reasoning."""
+    of it is reasoning. A model that opens `<think>` by itself, in either mode, is reasoning too."""
     ids = ids[:-1] if ids and ids[-1] in eos_ids else ids
-    end = tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
-    if mode != "thinking":
+    start, end = tokenizer.convert_tokens_to_ids([THINK_START_TOKEN, THINK_END_TOKEN])
+    opens = ids[:1] == [start]
+    if mode != "thinking" and not opens:
         return {"role": "assistant", "content": _decode(ids, tokenizer)}
+    ids = ids[1:] if opens else ids  # the tag is the encoding's, which would write it once more
     split = ids.index(end) if end in ids else len(ids)
     reasoning, content = _decode(ids[:split], tokenizer), _decode(ids[split + 1 :], tokenizer)
     return {"role": "assistant", "reasoning": reasoning, "content": content}

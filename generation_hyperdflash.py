@@ -42,7 +42,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint
+from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint, tensor_of
 from .target_hyperdflash import ResidualTap, recording_stopped
 
 logger = logging.get_logger(__name__)
@@ -202,11 +202,12 @@ class HyperDFlashAssistant:
         if target not in seen:
             lines = compare_fingerprint(self.config.target_fingerprint, target)
             seen.add(target)
-            for line in lines:
+            if lines:
                 logger.warning(
-                    f"this drafter was made for another target ({self.config.target_name_or_path}): {line}. "
-                    "Output stays the target's own, but fewer drafts may be accepted; `hyperdflash init` makes one "
-                    "for it"
+                    f"the drafter {self.name_or_path or 'given'} was made for another target "
+                    f"({self.config.target_name_or_path}) than {target.name_or_path or 'this one'}: "
+                    f"{'; '.join(lines)}. Output stays the target's own, but fewer drafts may be accepted; "
+                    "`hyperdflash init` makes a drafter for it"
                 )
 
     def new_noise_ids(self, device: torch.device) -> torch.LongTensor:
@@ -291,9 +292,10 @@ class HyperDFlashAssistant:
 
 def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
     """fp32 logits of states from a drafter's device; an offloaded (meta) head moves its input itself."""
-    head = target.lm_head
-    hidden = hidden.to(target.model.embed_tokens.weight.dtype)  # a quantised head's own would not do
-    return head(hidden if head.weight.is_meta else hidden.to(head.weight.device)).float()
+    embedding, weight = tensor_of(target.model.embed_tokens), tensor_of(target.lm_head)
+    # The embedding's dtype, as a quantised head's own would not do
+    hidden = hidden.to(target.dtype if embedding is None else embedding.dtype)
+    return target.lm_head(hidden if weight is None or weight.is_meta else hidden.to(weight.device)).float()
 
 
 def num_worth_verifying(rates: list[float], cost: float) -> int:
@@ -353,8 +355,9 @@ class _Loop:
         streamer,
     ):
         self.drafter, self.target, self.config = drafter, target, generation_config
-        embedding = target.model.embed_tokens.weight
-        self.device = input_ids.device if embedding.is_meta else embedding.device  # offloaded: its hook moves the ids
+        embedding = tensor_of(target.model.embed_tokens)
+        offloaded = embedding is None or embedding.is_meta  # its hook moves the ids
+        self.device = input_ids.device if offloaded else embedding.device
         self.noise_ids = drafter.new_noise_ids(self.device)
         self.streamer = streamer
         self.processors = logits_processor
@@ -612,7 +615,11 @@ class _Loop:
             self.hidden_states += (
                 (outputs.hidden_states,)
                 if first
-                else tuple(tuple(layer[:, i : i + 1] for layer in outputs.hidden_states) for i in rows)
+                else tuple(
+                    # None where `output_hidden_states` lists other layers
+                    tuple(layer if layer is None else layer[:, i : i + 1] for layer in outputs.hidden_states)
+                    for i in rows
+                )
             )
         if self.attentions is not None:
             self.attentions += (

@@ -1,18 +1,22 @@
 """The HyperDFlash drafter: one pass over an anchor and K - 1 mask tokens drafts K - 1 tokens.
 
-Context are the target's un-collapsed residuals, reduced by a gate inherited from the target's hc_head. Embedding and
-LM head are the target's and are handed in by the caller, so nothing of the target is stored here.
+The context is the target's residual streams before they are collapsed, reduced by a gate inherited from the target's
+hc_head. Embedding and LM head are the target's, and the caller brings them, so nothing of the target is stored here.
 
-Legend: B batch, C context positions, K block (anchor included), D hidden, m residual paths (`hc_mult`), L tapped
-layers, V vocabulary, R rank of the Markov head.
+Legend: B batch, C context positions, K block (anchor included), D hidden, D_t the target's hidden, m residual paths
+(`hc_mult`), L tapped layers, V vocabulary, R rank of the Markov head, hd head dimension.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
+from transformers.generation import GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -27,6 +31,7 @@ from transformers.utils import logging
 
 from .configuration_hyperdflash import HyperDFlashConfig
 from .generation_hyperdflash import HyperDFlashAssistant
+from .pairing_hyperdflash import custom_generate_source
 
 logger = logging.get_logger(__name__)
 
@@ -34,7 +39,7 @@ logger = logging.get_logger(__name__)
 class HyperDFlashGateReducer(nn.Module):
     """Gated reduction of the residual paths, in fp32 (paper, equation 1 and section 2.2).
 
-    `alpha = sigmoid(hc_fn @ RMSNorm(vec(H)) * hc_scale + hc_base) + eps`, one independent scalar a path, and
+    `alpha = sigmoid(hc_fn @ RMSNorm(vec(H)) * hc_scale + hc_base) + eps`, one independent scalar per path, and
     `y = sum_j alpha_j * RMSNorm_j(H_j)`. `hc_fn`, `hc_base` and `hc_scale` are copied from the target's hc_head; the
     norm of each path is the drafter's own. Without it the result is the target's own collapse.
     """
@@ -50,16 +55,18 @@ class HyperDFlashGateReducer(nn.Module):
 
     def forward(self, residual: torch.Tensor) -> torch.Tensor:
         """`(B, C, m, D)` -> `(B, C, D)`, in the input's dtype."""
+        # Bf16 would round the gate, which the target keeps in fp32
         with torch.autocast(residual.device.type, enabled=False):
             return self._reduce(residual.float()).to(residual.dtype)
 
     def _reduce(self, H_BCmD: torch.Tensor) -> torch.Tensor:
+        # The gate sees all paths at once, normed together: their relative sizes are what it weighs
         flat = H_BCmD.flatten(2)
         flat = flat * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
         alpha_BCm = (
             torch.sigmoid(flat @ self.hc_fn.float().T * self.hc_scale.float() + self.hc_base.float()) + self.eps
         )
-        if self.path_norm is not None:
+        if self.path_norm is not None:  # the drafter's own: every path enters at the same scale
             H_BCmD = H_BCmD * torch.rsqrt(H_BCmD.square().mean(-1, keepdim=True) + self.norm_eps)
             H_BCmD = H_BCmD * self.path_norm.float()
         return (alpha_BCm.unsqueeze(-1) * H_BCmD).sum(2)
@@ -93,21 +100,21 @@ class HyperDFlashMeanReducer(nn.Module):
 class HyperDFlashMarkovHead(nn.Module):
     """Bias of a slot's logits from the token chosen for the slot before it: `markov_w2 @ markov_w1[previous]`.
 
-    Zero at the start. With `markov_gate` the slot's hidden state weighs the R parts.
+    Zero before training. With `markov_gate` the slot's hidden state weighs the R parts.
     """
 
     def __init__(self, config: HyperDFlashConfig):
         super().__init__()
         self.markov_w1 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
         self.markov_w2 = nn.Parameter(torch.empty(config.vocab_size, config.markov_rank))
-        self.gate = nn.Linear(config.hidden_size, config.markov_rank) if config.markov_gate else None
+        self.gate = nn.Linear(config.target_hidden_size, config.markov_rank) if config.markov_gate else None
 
     def forward(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(N,)` and `(N, D)` -> `(N, V)`."""
+        """`(N,)` and `(N, D_t)` -> `(N, V)`."""
         return self.bias(self.states(previous_ids, hidden_states))
 
     def states(self, previous_ids: torch.LongTensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(...)` and `(..., D)` -> `(..., R)`, of which `markov_w2` makes the bias."""
+        """`(...)` and `(..., D_t)` -> `(..., R)`, of which `markov_w2` makes the bias."""
         states = nn.functional.embedding(previous_ids, self.markov_w1)
         return states if self.gate is None else states * torch.sigmoid(self.gate(hidden_states))
 
@@ -117,19 +124,19 @@ class HyperDFlashMarkovHead(nn.Module):
 
 
 class HyperDFlashConfidenceHead(nn.Module):
-    """Logits of the probability that a slot's draft is accepted, if those before it are: the first in greedy decoding,
-    the second when sampling at temperature 1.
+    """Two logits per slot, of the probability that its draft is accepted if those before it are: in greedy decoding,
+    and when sampling at temperature 1.
 
-    It reads the slot's hidden state, which is there before any draft is chosen: a decision that looked at the drafts
+    It reads the slot's hidden state, which is known before any draft is chosen: a decision that looked at the drafts
     would change what sampling draws.
     """
 
     def __init__(self, config: HyperDFlashConfig):
         super().__init__()
-        self.proj = nn.Linear(config.hidden_size, 2)
+        self.proj = nn.Linear(config.target_hidden_size, 2)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`(..., D)` -> `(..., 2)`; nothing is learned through its input."""
+        """`(..., D_t)` -> `(..., 2)`; no gradient flows through its input."""
         return self.proj(hidden_states.detach())
 
 
@@ -169,14 +176,22 @@ class HyperDFlashAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, context, position_embeddings, attention_mask, cache, **kwargs) -> torch.Tensor:
-        """`hidden_states` `(B, K, D)` and `context` `(B, C, D)` -> `(B, K, D)`."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,  # (B, K, D)
+        context: torch.Tensor,  # (B, C, D)
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cos and sin, (B, C + K, hd)
+        attention_mask: torch.Tensor | BlockMask | None,
+        cache: Cache | None,
+    ) -> torch.Tensor:
+        """Returns `(B, K, D)`. The mask is `(B, 1, K, keys)`, over what the cache returns and the block."""
         B, K = hidden_states.shape[:2]
         C, hd = context.shape[1], self.config.head_dim
         cos, sin = position_embeddings
-        source = torch.cat([context, hidden_states], dim=1)
-        q = self.q_norm(self.q_proj(hidden_states).view(B, K, -1, hd)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(source).view(B, C + K, -1, hd)).transpose(1, 2)
+        # Queries of the block only: nothing is predicted at context positions
+        source = torch.cat([context, hidden_states], dim=1)  # (B, C + K, D)
+        q = self.q_norm(self.q_proj(hidden_states).view(B, K, -1, hd)).transpose(1, 2)  # (B, heads, K, hd)
+        k = self.k_norm(self.k_proj(source).view(B, C + K, -1, hd)).transpose(1, 2)  # (B, KV heads, C + K, hd)
         v = self.v_proj(source).view(B, C + K, -1, hd).transpose(1, 2)
         # Under autocast the norms' fp32 weights widen q and k; attention wants one dtype
         q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
@@ -187,7 +202,7 @@ class HyperDFlashAttention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
         dropout = self.config.attention_dropout if self.training else 0.0
-        out, _ = attention(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        out, _ = attention(self, q, k, v, attention_mask, scaling=self.scaling, dropout=dropout)  # (B, K, heads, hd)
         return self.o_proj(out.reshape(B, K, -1))
 
 
@@ -201,7 +216,8 @@ class HyperDFlashDecoderLayer(GradientCheckpointingLayer):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, hidden_states, context, **kwargs) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, context: torch.Tensor, **kwargs) -> torch.Tensor:
+        """`(B, K, D)` and `(B, C, D)` -> `(B, K, D)`; `kwargs` are the attention's."""
         hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), context, **kwargs)
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -216,7 +232,7 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
-    # The target keeps its hc_head in fp32 in every checkpoint; an inherited gate is copied without rounding.
+    # Every checkpoint of the target keeps hc_head in fp32, so that an inherited gate is copied without rounding
     _keep_in_fp32_modules_strict = ["hc_fn", "hc_base", "hc_scale", "path_norm"]
 
     @classmethod
@@ -255,9 +271,22 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
     def get_input_embeddings(self) -> None:
         """None: the embedding is the target's. accelerate asks when it shards a model (FSDP2)."""
 
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        """Here because peft's wrapper for causal language models looks it up; raises `NotImplementedError`."""
-        raise NotImplementedError("a drafter does not generate: pass it to its target's generate(assistant_model=...)")
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
+        """As in transformers, and with `custom_generate/`, which the library does not copy with the code."""
+        folder = Path(save_directory)
+        if is_main_process:  # before the library's own work, which may end in an upload
+            (folder / "custom_generate").mkdir(parents=True, exist_ok=True)
+            (folder / "custom_generate" / "generate.py").write_text(custom_generate_source(), encoding="utf-8")
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
+        if is_main_process:
+            for file in folder.glob("*.safetensors"):  # safetensors writes files that only their owner can read
+                file.chmod(folder.stat().st_mode & 0o666)
+
+    def _get_files_timestamps(self, working_dir: str | os.PathLike) -> dict[str, float]:
+        """Of what `save_pretrained(push_to_hub=True)` leaves out unless it changes: never `custom_generate/`."""
+        stamps = super()._get_files_timestamps(working_dir)
+        stamps.pop("custom_generate", None)
+        return stamps
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -273,6 +302,12 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.markov_w2)
 
 
+def _refuse_to_generate(*args, **kwargs):
+    raise NotImplementedError(
+        "a HyperDFlash drafter does not generate: pass it to generate(assistant_model=...) of its DeepSeek-V4 target"
+    )
+
+
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
     """The drafter. Give it to `target.generate(assistant_model=...)`; `forward` follows the DFlash protocol."""
 
@@ -285,6 +320,16 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         self.markov_head = HyperDFlashMarkovHead(config) if config.draft_head == "markov" else None
         self.confidence_head = HyperDFlashConfidenceHead(config) if config.draft_confidence else None
         self.rotary_emb = Qwen3RotaryEmbedding(config)
+        # At another width than the target's: its embeddings down, the states up to its LM head
+        same, sizes = config.hidden_size == config.target_hidden_size, (config.target_hidden_size, config.hidden_size)
+        self.embed_proj = None if same else nn.Linear(*sizes, bias=False)
+        self.head_proj = None if same else nn.Linear(*sizes[::-1], bias=False)
+        # On the instance, where peft looks the first one up. With either on the class, AutoModel would put another
+        # class in its place, which has GenerationMixin and cannot be pickled.
+        self.prepare_inputs_for_generation = self.generate = _refuse_to_generate
+        # A target that is not a DeepSeek-V4 runs the library's own assisted decoding, which first reads these
+        self.generation_config = GenerationConfig()
+        self._supports_logits_to_keep = _refuse_to_generate
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -301,13 +346,14 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         position_ids: torch.LongTensor | None = None,
         cache: Cache | None = None,
         previous_ids: torch.LongTensor | None = None,
+        output_hidden_states: bool | None = None,
         **kwargs,
     ) -> HyperDFlashModelOutput:
         """Draft one block (or, in training, many blocks side by side).
 
         Args:
-            noise_embeds (`torch.Tensor` of shape `(B, K, D)`):
-                Target embeddings of the anchor and of K - 1 mask tokens.
+            noise_embeds (`torch.Tensor` of shape `(B, K, target_hidden_size)`):
+                The target's embeddings of the anchor and of K - 1 mask tokens.
             context_hidden_states (`torch.Tensor` of shape `(B, C, m, target_hidden_size)`):
                 The target's pre-collapse residuals of the C context positions that the cache does not hold yet, all
                 before the anchor. For `context_source="hidden_layers"`, the tapped layers concatenated on the last
@@ -322,52 +368,69 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
                 Keys and values of earlier context, to which this call adds its own. Blocks never enter it.
             previous_ids (`torch.LongTensor` of shape `(B, K)`, *optional*):
                 For training a Markov head: the true token before each slot's.
+            output_hidden_states (`bool`, *optional*):
+                Return the block's states `(B, K, D)` before the first layer and after each; the last ones are normed.
 
         Returns:
-            `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, D)` goes through the target's LM head: slot k
-            predicts the token at anchor + k.
+            `HyperDFlashModelOutput` whose `last_hidden_state` `(B, K, target_hidden_size)` goes through the target's
+            LM head: slot k predicts the token at anchor + k.
 
-        Raises `ValueError` for `previous_ids` without a Markov head.
+        Raises `ValueError` for `previous_ids` without a Markov head, `TypeError` for an unknown argument.
         """
+        # peft's wrappers pass a language model's arguments, as None
+        if unknown := [name for name, value in kwargs.items() if value is not None]:
+            raise TypeError(f"HyperDFlashModel.forward has no argument {', '.join(unknown)}")
         if previous_ids is not None and self.markov_head is None:
             raise ValueError(f"previous_ids are for draft_head 'markov', and this is {self.config.draft_head!r}")
-        context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))
+        context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))  # (B, C, D)
+        hidden_states = noise_embeds if self.embed_proj is None else self.embed_proj(noise_embeds)  # (B, K, D)
         B, K = noise_embeds.shape[:2]
         num_new = context.shape[1] + K
         past = cache.get_seq_length() if cache is not None else 0
         if position_ids is None:
             position_ids = torch.arange(past, past + num_new, device=noise_embeds.device).expand(B, -1)
         position_embeddings = self.rotary_emb(noise_embeds, position_ids)
-        masks = {
+        masks = {  # one of each kind, which the layers share
             layer_type: self._mask(attention_mask, layer_type, past + num_new, num_new, noise_embeds)
             for layer_type in set(self.config.layer_types)
         }
-        hidden_states = noise_embeds
+        all_states = ()
         for layer, layer_type in zip(self.layers, self.config.layer_types, strict=True):
-            mask = masks[layer_type]
+            all_states += (hidden_states,)
             hidden_states = layer(
                 hidden_states,
                 context,
                 position_embeddings=position_embeddings,
-                attention_mask=mask,
+                attention_mask=masks[layer_type],
                 cache=cache,
-                **kwargs,
             )
         hidden_states = self.norm(hidden_states)
+        all_states += (hidden_states,)
+        if self.head_proj is not None:
+            hidden_states = self.head_proj(hidden_states)  # (B, K, target_hidden_size)
         return HyperDFlashModelOutput(
             last_hidden_state=hidden_states,
             cache=cache,
+            hidden_states=all_states if output_hidden_states else None,
             markov_states=None if previous_ids is None else self.markov_head.states(previous_ids, hidden_states),
             confidence_logits=None if self.confidence_head is None else self.confidence_head(hidden_states),
         )
 
-    def _mask(self, attention_mask, layer_type, num_total, num_new, embeds):
+    def _mask(
+        self,
+        attention_mask: torch.Tensor | BlockMask | dict | None,
+        layer_type: str,
+        num_total: int,  # positions of cache, context and block
+        num_new: int,  # positions of context and block
+        embeds: torch.Tensor,  # (B, K, D_t)
+    ) -> torch.Tensor | BlockMask | None:
         """Additive `(B, 1, K, kv)` mask of one layer type, or None where every slot sees every key.
 
         A sliding layer returns the last `window - 1 + new` keys only, so a slot's window decides among those.
         """
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask[layer_type]
+        # Training brings masks that already say everything
         if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4):
             return attention_mask
         K = embeds.shape[1]

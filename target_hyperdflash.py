@@ -27,12 +27,17 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
+from transformers.utils import logging
 
-TESTED_TRANSFORMERS = ("5.24.0",)
+from .configuration_hyperdflash import TESTED_TRANSFORMERS
+
+logger = logging.get_logger(__name__)
+
 UNTESTED_TRANSFORMERS = (
     "HyperDFlash builds on {what}, which transformers {version} does not have; tested versions: "
     + ", ".join(TESTED_TRANSFORMERS)
@@ -359,6 +364,7 @@ _SEAMS = {
     "_prefill": {"input_ids", "generation_config", "model_kwargs"},
     "prepare_inputs_for_generation": {"input_ids", "next_sequence_length"},
     "_optimize_model_for_decode": set(),
+    "forward": {"input_ids", "attention_mask", "position_ids", "cache", "logits_to_keep"},
 }
 
 
@@ -370,11 +376,18 @@ def set_up_deepseek_v4() -> None:
     if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
         return
     for name, expected in _SEAMS.items():
-        method = getattr(GenerationMixin, name, None)
+        owner = DeepseekV4ForCausalLM if name == "forward" else GenerationMixin
+        method = getattr(owner, name, None)
         missing = expected - set(inspect.signature(method).parameters) if method else expected
         if missing:
-            what = f"GenerationMixin.{name}({', '.join(sorted(expected))})"
+            what = f"{owner.__name__}.{name}({', '.join(sorted(expected))})"
             raise ImportError(UNTESTED_TRANSFORMERS.format(what=what, version=transformers.__version__))
+    if Version(transformers.__version__).release[:2] > Version(TESTED_TRANSFORMERS[-1]).release[:2]:
+        logger.warning(
+            f"HyperDFlash was tested with transformers {', '.join(TESTED_TRANSFORMERS)}, and "
+            f"{transformers.__version__} is installed. The methods that it builds on are there "
+            f"({', '.join(_SEAMS)}): compare a greedy answer with and without the drafter once"
+        )
     _assisted_decoding.asks_the_assistant = True
     for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
         name = method.__name__  # the library's signature stays visible: `generate` reads it

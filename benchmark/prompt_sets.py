@@ -10,6 +10,8 @@ A file has one JSON object a line, and its name is the set's:
     {"messages": [{"role": "user", "content": "2 + 2?"}]}            the last user message is answered
     {"prompt": "2 + 2?"}
 
+A `system` column is the first message of any of them; `common/data_files.py` has the other formats.
+
 The public sets are those of the paper. Templates are the usual ones of each benchmark in our own words; no answers are
 read, as only acceptance and speed are measured.
 """
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..common.console import UsageError
-from ..common.data_files import read_rows, to_messages
+from ..common.data_files import before_question, read_rows, to_messages
 from ..encoding_deepseek_v4 import encode_messages
 
 BOXED = "{problem}\n\nReason step by step and put the final answer in \\boxed{{}}."
@@ -143,13 +145,18 @@ def read_file(path: Path) -> PromptSet:
 
 def history_and_turns(row: dict) -> tuple[list[dict], list[str], list[dict]]:
     """Messages before the first turn, the turns to answer, and the messages that the row has as its last answer."""
-    if "turns" in row or "prompt" in row:
-        turns = row["turns"] if "turns" in row else [row["prompt"]]
+    given = {
+        name for name in ("messages", "conversations", "instruction", "turns", "prompt") if row.get(name) is not None
+    }
+    if not given:
+        raise ValueError(f'it has none of "turns", "messages" and "prompt"; its keys are {", ".join(row) or "none"}')
+    # Messages come first: beside them, UltraChat repeats its first question as "prompt", and others count "turns".
+    if given <= {"turns", "prompt"}:
+        turns = row["turns"] if "turns" in given else [row["prompt"]]
         if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
             raise ValueError('"turns" must be a list of texts, and "prompt" a text')
-        return [], turns, []
-    if not row.keys() & {"messages", "conversations", "instruction"}:
-        raise ValueError(f'it has none of "turns", "messages" and "prompt"; its keys are {", ".join(row) or "none"}')
+        if "turns" in given:
+            return before_question(row), turns, []
     messages = to_messages(row)
     end = len(messages)
     while end and messages[end - 1].get("role") == "assistant":

@@ -5,19 +5,18 @@ A run that was killed leaves whole lines and at most one torn one, which the nex
     .venv/bin/python -m pytest tests/test_benchmark.py
 """
 
-import fcntl
 import json
-import os
 from pathlib import Path
 
 from ..common.files import write_atomically
+from ..common.growing_file import GrowingFile
 
 RECORDS_FILE, SETTINGS_FILE = "records.jsonl", "settings.json"
 GROUP = ("method", "checkpoint", "dataset", "mode", "temperature", "seed")  # what a row of the results is about
 KEY = (*GROUP, "prompt", "turn")  # what a record is about
 
 
-class Records:
+class Records(GrowingFile):
     """The calls that have ended, in a file that grows line by line; a context manager that holds it open.
 
     Args:
@@ -34,6 +33,7 @@ class Records:
     """
 
     def __init__(self, folder: Path, settings: dict):
+        super().__init__(folder / RECORDS_FILE)
         self.folder, self.settings = folder, json.loads(json.dumps(settings))
         self.done: dict[tuple, dict] = {}
         self.num_resumed = 0
@@ -72,40 +72,19 @@ class Records:
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / SETTINGS_FILE).exists():
             self._write_settings()  # first: records alone would be nobody's
-        self._file = (self.folder / RECORDS_FILE).open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
-        except BlockingIOError as error:
-            self._file.close()
-            raise OSError(f"another run is writing to {self.folder}") from error
-        self._read_done()
+        super().__enter__()
         self.num_resumed = len(self.done)
         if not self.done:  # nor a call of other code
             self.settings["sources"], self.code_changes, self.changed_files = self._sources, [], []
         self._write_settings()  # again, as only the holder of the lock may change them
         return self
 
-    def __exit__(self, *exc) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
-
     def _write_settings(self) -> None:
         settings = {"benchmark": self.settings, "code_changes": self.code_changes}
         write_atomically(self.folder / SETTINGS_FILE, (json.dumps(settings, indent=2) + "\n").encode())
 
-    def _read_done(self) -> None:
-        path, end = self.folder / RECORDS_FILE, 0
-        with path.open("r+b") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    record = json.loads(line)
-                    self.done[tuple(record[name] for name in KEY)] = record
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{path}:{number} is broken; remove the line to measure it anew") from error
-                end += len(line)
-            file.truncate(end)
+    def take(self, row: dict, start: int = 0) -> None:
+        self.done[tuple(row[name] for name in KEY)] = row
 
     def append(self, record: dict) -> None:
         """Keep a call that has ended."""
@@ -113,9 +92,8 @@ class Records:
             self.code_changes.append({"after_calls": len(self.done), "files": self.changed_files})
             self.settings["sources"], self.changed_files = self._sources, []
             self._write_settings()
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        self.done[tuple(record[name] for name in KEY)] = record
+        super().append(record)
+        self.take(record)
 
 
 def _differing(before: dict, now: dict) -> list[str]:

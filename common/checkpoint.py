@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
-from huggingface_hub import hf_hub_download
+from huggingface_hub import HfFileSystem, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV4Config, PreTrainedConfig
@@ -20,7 +20,7 @@ logger = logging.get_logger(__name__)
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 
 
-PLAIN_DTYPES = ("F32", "BF16", "F16")
+PLAIN_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 # Official name -> the names that `save_pretrained` of the causal model and of the bare model write.
@@ -44,25 +44,30 @@ def file_in(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def tensor_files(file: Callable[[str], Path], checkpoint: str | Path) -> dict[str, str]:
+def tensor_files(
+    file: Callable[[str], Path],
+    checkpoint: str | Path,
+    open_tensors: Callable[[str], AbstractContextManager] | None = None,
+) -> dict[str, str]:
     """The name of every tensor of a checkpoint, and the file it is in; `OSError` for one without safetensors.
 
     Args:
         file: from the name of one of its files to its path.
         checkpoint: what an error calls it.
+        open_tensors: from the name of a safetensors file to the open file, by default the one at its path.
     """
+    open_tensors = open_tensors or (lambda name: _open(file(name)))
     try:
         return json.loads(file(INDEX_FILE).read_text())["weight_map"]
     except (EntryNotFoundError, FileNotFoundError):
         pass
     try:
-        path = file(SINGLE_FILE)
+        with open_tensors(SINGLE_FILE) as f:
+            return dict.fromkeys(f.keys(), SINGLE_FILE)
     except (EntryNotFoundError, FileNotFoundError) as error:
         raise FileNotFoundError(
             f"{checkpoint} has neither {INDEX_FILE} nor {SINGLE_FILE}; weights are read as safetensors: {error}"
         ) from error
-    with _open(path) as f:
-        return dict.fromkeys(f.keys(), SINGLE_FILE)
 
 
 class TargetCheckpoint:
@@ -84,7 +89,7 @@ class TargetCheckpoint:
         raw = json.loads(self.file("config.json").read_text())
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
-        self.files = tensor_files(self.file, self.name)
+        self.files = tensor_files(self.file, self.name, self.open)
         if any(name.startswith("mtp.0.main_proj") for name in self.files) or "dspark_block_size" in raw:
             logger.warning(
                 f"{self.name} carries DSpark under mtp.0..2, so it lacks the native MTP module (method mtp, which the "
@@ -96,6 +101,12 @@ class TargetCheckpoint:
         if self.folder is not None:
             return file_in(self.folder, name)
         return Path(hf_hub_download(self.name, name, revision=self.revision))
+
+    def open(self, name: str) -> AbstractContextManager:
+        """One of its safetensors files, to be read in part; of a Hub id nothing else is fetched, nor kept."""
+        if self.folder is not None or isinstance(try_to_load_from_cache(self.name, name, revision=self.revision), str):
+            return _open(self.file(name))
+        return _RemoteTensors(f"{self.name}/{name}", self.revision)
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) is not None
@@ -114,7 +125,7 @@ class TargetCheckpoint:
         stored = self._stored_name(name)
         if stored is None:
             raise ValueError(f"{self.name} has no tensor {name} (looked for {', '.join((name, *TENSOR_NAMES[name]))})")
-        with _open(self.file(self.files[stored])) as f:
+        with self.open(self.files[stored]) as f:
             part = f.get_slice(stored)
             found, dtype = tuple(part.get_shape()), part.get_dtype()
             if found != shape:
@@ -161,6 +172,60 @@ def _open(path: Path):
         raise ValueError(
             f"{path.name} is no readable safetensors file (cut short, or a Git LFS pointer?): {error}"
         ) from error
+
+
+class _RemoteTensors:
+    """A safetensors file of a Hub repository, read by byte ranges through the methods of `safe_open` used here."""
+
+    def __init__(self, path: str, revision: str | None):
+        # Without a cache, which would fetch megabytes around every read
+        self.file = HfFileSystem().open(path, "rb", revision=revision, cache_type="none")
+        self.start = 8 + int.from_bytes(self.fetch(0, 8), "little")
+        try:
+            self.header = json.loads(self.fetch(8, self.start))
+        except ValueError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        self.file.close()
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        self.file.seek(start)
+        return self.file.read(stop - start)
+
+    def keys(self) -> list[str]:
+        return [name for name in self.header if name != "__metadata__"]
+
+    def get_slice(self, name: str) -> "_RemoteSlice":
+        return _RemoteSlice(self, self.header[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[:]
+
+
+class _RemoteSlice:
+    """One tensor of a `_RemoteTensors`; `[start:stop]` fetches these rows."""
+
+    def __init__(self, tensors: _RemoteTensors, entry: dict):
+        self.tensors, self.entry = tensors, entry
+
+    def get_shape(self) -> list[int]:
+        return self.entry["shape"]
+
+    def get_dtype(self) -> str:
+        return self.entry["dtype"]
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        first, last = self.entry["data_offsets"]
+        num_rows, *rest = self.entry["shape"]
+        start, stop, _ = rows.indices(num_rows)
+        row_bytes = (last - first) // num_rows
+        offset = self.tensors.start + first
+        data = self.tensors.fetch(offset + start * row_bytes, offset + stop * row_bytes)
+        return torch.frombuffer(bytearray(data), dtype=PLAIN_DTYPES[self.get_dtype()]).view(-1, *rest)
 
 
 def _check_model_type(raw: dict, name: str) -> None:

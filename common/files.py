@@ -47,6 +47,9 @@ def written_whole(output: Path, *, overwrite: bool = False):
     partial.mkdir(parents=True)
     try:
         yield partial
+        for file in partial.rglob("*"):
+            if file.is_file() and not file.is_symlink():  # safetensors writes files that only their owner can read
+                file.chmod(partial.stat().st_mode & 0o666)
         if output.exists() and not overwrite:
             output.rmdir()
         elif output.exists():

@@ -9,9 +9,9 @@ from ..generation_hyperdflash import SpeculativeStats
 
 # Forwards of one token and of a block round differently: by up to 1.3e-5 in a logit of the tiny target in fp32, and
 # 0.13 in bf16, and the gap of two logits moves by up to twice that. Where two tokens' gap is at most this, rounding
-# may explain that the other came. In fp32 so small a gap is too rare for a wrong token to hide behind it. In bf16 a gap
-# proves nothing either way (a random target moves by more than 0.5): there the loop is held, exactly, against the
-# target's own forwards of the same shapes (tests/audit.py).
+# may explain that the other came. In fp32 so small a gap is too rare for a wrong token to hide behind it. In bf16 it
+# proves nothing either way (a random target's logits move by more than 0.5): there the loop is held, exactly, against
+# the target's own forwards of the same shapes (tests/audit.py).
 TIE_GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 

@@ -56,6 +56,11 @@ def check_servable(config: HyperDFlashConfig) -> None:
             f"context_source {config.context_source!r} is not served in vLLM, where the plug-in hands on the residual "
             "before hc_head: train a drafter with context_source 'pre_hc_head' (any reducer)"
         )
+    if config.hidden_size != config.target_hidden_size:
+        raise ValueError(
+            f"hidden_size {config.hidden_size} is not the target's {config.target_hidden_size}: the plug-in has no "
+            "code for the two projections of such a drafter; train one of the target's width"
+        )
     if config.block_size < 2:
         raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
     rope_type = config.rope_parameters.get("rope_type", "default")

@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # also in processes that a test starts
 
 import pytest
 import torch

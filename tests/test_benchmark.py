@@ -7,16 +7,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from child import fork, wait_for_lines
 from safetensors.torch import save_file
-from tiny_v4 import ALWAYS, ScriptedDrafter, tiny_drafter, tiny_drafter_config, tiny_target
+from tiny_v4 import ALWAYS, ScriptedDrafter, nightly, tiny_drafter, tiny_drafter_config, tiny_target
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -531,24 +530,39 @@ def test_an_error_leaves_what_was_measured_and_says_where_it_came(command, tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, tmp_path):
-    options = ["--temperatures", "0", "1", "--seeds", "3", "--max-new-tokens", "40", "--threads", "1"]
+@pytest.mark.parametrize("moments", [(1, 8, 15), nightly((1, 2, 3, 5, 7, 9, 11, 13, 14, 15))], ids=len)
+def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, tmp_path, moments):
+    """After the first of 16 calls, in the middle, in the last."""
+    options = ["--temperatures", "0", "1", "--seeds", "3", "--max-new-tokens", "16", "--threads", "1"]
     argv = ["benchmark", "target", "--methods", "hyperdflash:3=a/final", "--prompts", "two.jsonl", *options]
     out = tmp_path / "killed"
-    code = "import sys; from hyperdflash.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    process = subprocess.Popen([sys.executable, "-c", code, *argv, "--output", str(out)], cwd=world)
     records = out / "records.jsonl"
-    while process.poll() is None and (not records.is_file() or records.read_bytes().count(b"\n") < 5):
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = records.read_bytes()
-    kept = before[: before.rfind(b"\n") + 1]
+
+    def run_to(number) -> int:
+        """The command, which stops for good in the call behind so many."""
+
+        def call(*args, **kwargs):
+            if records.read_bytes().count(b"\n") >= number:
+                signal.pause()
+            return timed_call(*args, **kwargs)
+
+        module.timed_call = call
+        return main([*argv, "--output", str(out)])
+
+    kept = b""
+    for number in moments:
+        pid = fork(lambda number=number: run_to(number))
+        wait_for_lines(records, number, pid)
+        os.kill(pid, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        assert records.read_bytes().startswith(kept)
+        kept = records.read_bytes()
+        assert kept.count(b"\n") == number
     assert main([*argv, "--output", str(out)]) == 0
     assert main([*argv, "--output", str(tmp_path / "whole")]) == 0
     assert records.read_bytes().startswith(kept)
     killed, whole = (json.loads((f / "results.json").read_text()) for f in (out, tmp_path / "whole"))
-    assert killed["resumed"] == kept.count(b"\n") > 0
+    assert killed["resumed"] == number
     assert acceptance(killed) == acceptance(whole)
     assert len(records.read_text().splitlines()) == 2 * 4 * 2
 

@@ -10,13 +10,14 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import cached_property
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tiny_v4 import MASK_TOKEN_ID, SLIDING, random_ids, tiny_drafter, tiny_target
+from tiny_v4 import MASK_TOKEN_ID, SLIDING, nightly, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.__main__ import main
 from hyperdflash.benchmark.prompt_sets import read_file
@@ -36,6 +37,17 @@ from hyperdflash.training.init import init_drafter
 TARGET, DRAFTER, WITH_HEADS = TINY / "target", TINY / "drafter-paper", TINY / "drafter"
 
 
+class SharedTexts(Pair):
+    """A pair of one target: what it writes, and its residuals there, depend on no drafter but on the layers read."""
+
+    @cached_property
+    def own(self):
+        layers = tuple(self.layers_read())
+        if layers not in self.texts:
+            self.texts[layers] = super().own
+        return self.texts[layers]
+
+
 class World:
     """The tiny pair in fp32, and what its target writes."""
 
@@ -47,12 +59,14 @@ class World:
         self.prompts = [
             torch.tensor([encode_with_mask(chat, tokenizer, add_generation_prompt=True)[0]]) for chat in chats
         ]
-        self.plain = self.pair(self.drafter).plain
+        self.plain = self.pair(self.drafter, self.target).plain
+        self.texts = {}
 
     def pair(self, drafter, target=None, **options) -> Pair:
-        pair = Pair(target or self.target, drafter, self.prompts, special_ids=self.special_ids, **options)
-        if target is None and hasattr(self, "plain"):
-            pair.plain = self.plain  # the target's own texts depend on no drafter
+        if target is not None:
+            return Pair(target, drafter, self.prompts, special_ids=self.special_ids, **options)
+        pair = SharedTexts(self.target, drafter, self.prompts, special_ids=self.special_ids, **options)
+        pair.plain, pair.texts = self.plain, self.texts
         return pair
 
 
@@ -85,7 +99,7 @@ def cause(pair):
 
 @pytest.mark.parametrize("drafter", [DRAFTER, WITH_HEADS], ids=lambda folder: folder.name)
 def test_a_sound_pair_passes_without_a_warning(drafter, capsys):
-    options = ["--num-prompts", "2", "--max-new-tokens", "32", "--dtype", "float32", "--threads", "1"]
+    options = ["--num-prompts", "1", "--max-new-tokens", "32", "--dtype", "float32", "--threads", "1"]
     assert main(["check", str(TARGET), str(drafter), *options]) == 0
     out = capsys.readouterr().out
     lines = out.strip().splitlines()
@@ -119,7 +133,7 @@ def test_a_wrong_value_in_the_config_is_named(world, tmp_path, changes, check_na
 def test_a_wrong_value_is_named_in_a_drafter_with_heads_too(tmp_path, capsys):
     rope = {"rope_type": "default", "rope_theta": 160000.0}
     folder = copied_drafter(tmp_path / "drafter", WITH_HEADS, rope_parameters=rope)
-    options = ["--num-prompts", "3", "--dtype", "float32", "--threads", "1"]
+    options = ["--num-prompts", "1", "--dtype", "float32", "--threads", "1"]
     assert main(["check", str(TARGET), str(folder), *options]) == 3
     assert "set rope_theta in its config to 10000" in capsys.readouterr().out.splitlines()[-1]
 
@@ -322,6 +336,7 @@ class School:
         for hook in hooks:
             hook.remove()
         self.residual = self.states[layers[-1]]
+        self.texts = {}
 
     def teach(self, context, *, steps=120, ids=None, offset=0, logits=None, first_slot=1, **config):
         """A drafter that learned all blocks of the texts from `context` `(4, T, m, D)`; written apart from the code
@@ -355,7 +370,9 @@ class School:
         return drafter.eval()
 
     def pair(self, drafter, **options) -> Pair:
-        return Pair(self.target, drafter, self.prompts, max_new_tokens=NEW_TOKENS, **options)
+        pair = SharedTexts(self.target, drafter, self.prompts, max_new_tokens=NEW_TOKENS, **options)
+        pair.plain, pair.texts = list(self.ids.split(1)), self.texts
+        return pair
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +406,7 @@ def test_a_drafter_that_learned_what_decoding_feeds_passes(school):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", WRONG_STATES)
+@pytest.mark.parametrize("words", [words if i == 0 else nightly(words) for i, words in enumerate(WRONG_STATES)])
 def test_a_drafter_that_learned_from_another_state_is_told_which(school, words):
     found = cause(school.pair(school.teach(WRONG_STATES[words](school))))
     assert found.status == FAIL
@@ -401,7 +418,7 @@ def test_a_drafter_that_learned_from_another_state_is_told_which(school, words):
     ("words", "logits"),
     [
         ("with the target's final norm behind its own", lambda norm: lambda before, after: norm(after)),
-        ("with the target's final norm instead of its own", lambda norm: lambda before, after: norm(before)),
+        nightly("with the target's final norm instead of its own", lambda norm: lambda before, after: norm(before)),
     ],
 )
 def test_a_drafter_that_learned_behind_another_norm_is_told_which(school, words, logits):
@@ -411,7 +428,7 @@ def test_a_drafter_that_learned_behind_another_norm_is_told_which(school, words,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("offset", "words"), [(1, "one position too late"), (-1, "one position too early")])
+@pytest.mark.parametrize(("offset", "words"), [(1, "one position too late"), nightly(-1, "one position too early")])
 def test_a_drafter_that_learned_at_other_positions_is_told_so(school, offset, words):
     found = cause(school.pair(school.teach(school.residual, offset=offset)))
     assert found.check == "rotary positions"
@@ -419,7 +436,7 @@ def test_a_drafter_that_learned_at_other_positions_is_told_so(school, offset, wo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slot", "words"), [(0, "the token behind its own"), (2, "the token before its own")])
+@pytest.mark.parametrize(("slot", "words"), [(0, "the token behind its own"), nightly(2, "the token before its own")])
 def test_a_drafter_whose_slots_learned_another_token_is_told_so(school, slot, words):
     found = cause(school.pair(school.teach(school.residual, first_slot=slot)))
     assert found.status == FAIL

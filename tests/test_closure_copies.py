@@ -17,7 +17,7 @@ MODULES = (
     "pairing_hyperdflash.py",
 )
 CLOSURE = (*MODULES, "custom_generate/generate.py")
-THIRD_PARTY = {"torch", "transformers", "huggingface_hub"}
+THIRD_PARTY = {"torch", "transformers", "huggingface_hub", "packaging"}
 
 
 def imports(name: str) -> list[ast.Import | ast.ImportFrom]:

@@ -1,6 +1,9 @@
 """The configuration: round trips, contradictions refused by name, and the repository's own `config.json`."""
 
 import json
+import runpy
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,9 @@ EVERY_FIELD_CHANGED = {
     "markov_gate": True,
     "draft_confidence": True,
     "verify_cost": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 4,
     "target_name_or_path": "some/target",
     "target_revision": "0123abc",
     "target_fingerprint": {"norm.weight": [1.0, 1.0]},
@@ -85,7 +91,7 @@ def test_the_changed_fields_are_all_fields():
     ("fields", "named"),
     [
         ({"block_size": 0}, "block_size.*0"),
-        ({"draft_head": "rnn"}, "draft_head is one of .*'rnn'"),
+        ({"draft_head": "rnn"}, "draft_head must be one of .*'rnn'"),
         ({"markov_rank": 0}, "markov_rank.*0"),
         ({"verify_cost": -0.1}, "verify_cost.*-0.1"),
         ({"verify_cost": float("nan")}, "verify_cost.*nan"),
@@ -104,6 +110,11 @@ def test_the_changed_fields_are_all_fields():
         ({"layer_types": ["full"] * 5}, "layer_types.*full"),
         ({"layer_types": ["full_attention"]}, r"\(5\).*`layer_types` \(1\)"),
         ({"num_key_value_heads": 5}, "32.*5"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be at least 1; got 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1; got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1; got 0"),
+        ({"hidden_size": 0, "reducer": "fc"}, "hidden_size must be at least 1; got 0"),
+        ({"head_dim": -1}, "head_dim must be at least 1; got -1"),
     ],
 )
 def test_contradicting_values_are_refused_by_name(fields, named):
@@ -115,6 +126,35 @@ def test_contradicting_values_are_refused_by_name(fields, named):
 def test_a_value_of_the_wrong_type_is_refused_by_name():
     with pytest.raises(StrictDataclassFieldValidationError, match="block_size"):
         HyperDFlashConfig(block_size="7")
+
+
+@pytest.mark.parametrize(
+    ("fields", "theta"),
+    [
+        ({"rope_theta": 1e6}, 1e6),
+        ({"rope_parameters": None}, 1e4),
+        ({"rope_parameters": None, "rope_theta": 1e6}, 1e6),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}, "rope_theta": 5e3}, 5e3),
+    ],
+)
+def test_a_base_of_rope_in_the_old_place_counts_and_null_is_the_default(tmp_path, fields, theta):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "hyperdflash", **fields}))
+    parameters = HyperDFlashConfig.from_pretrained(tmp_path).rope_parameters
+    assert (parameters["rope_theta"], parameters["rope_type"]) == (theta, "default")
+
+
+def test_two_bases_of_rope_that_differ_are_refused_with_both():
+    """One of them was ignored: 1e6 became 1e4."""
+    with pytest.raises(ValueError, match="rope_theta 1000000.0 contradicts rope_parameters, which has 10000.0"):
+        HyperDFlashConfig(rope_theta=1e6, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.20.2", "5.23.0"])
+def test_an_older_transformers_is_one_sentence_with_both_versions_before_anything_is_imported(monkeypatch, version):
+    """They load a drafter, and then ask for a cache that is there."""
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__=version))  # and nothing else
+    with pytest.raises(ImportError, match=f"needs transformers 5.24.0 or later, and {version} is installed: pip"):
+        runpy.run_path(str(ROOT / "configuration_hyperdflash.py"))
 
 
 # ------------------------------------------------------------------------------------------ the drafter and its target

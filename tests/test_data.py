@@ -3,15 +3,22 @@
 .venv/bin/python -m pytest tests/test_data.py
 """
 
+import gzip
+import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
+import numpy as np
 import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
+from transformers import AutoTokenizer
 
 from hyperdflash.training import data
 from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report, read_rows
@@ -135,7 +142,8 @@ def test_a_row_written_for_another_generation_of_the_encoding_is_refused(tokeniz
     with pytest.raises(ValueError, match=r"a\.jsonl:1: the row was written for generation '0731'.*not 'preview'"):
         load_data([path], tokenizer)
     assert len(load_data([path], tokenizer, generation="0731")) == 1
-    assert len(load_data([write(tmp_path / "b.jsonl", {**chat(), "generation": "a text"})], tokenizer)) == 1
+    rows = [{**chat(), "generation": other} for other in ("a text", ["a", "list"], {"an": "object"}, 3)]
+    assert len(load_data([write(tmp_path / "b.jsonl", *rows)], tokenizer)) == 4
 
 
 @pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
@@ -146,6 +154,135 @@ def test_reasoning_is_learned_in_thinking_mode_under_either_name(key, tokenizer,
     expected = by_hand(tokenizer, *head, ("hm", 1), ((CLOSE,), 1), ("Hello", 1), ((EOS,), 1))
     assert only(path, tokenizer, mode="thinking") == expected
     assert only(path, tokenizer) == by_hand(tokenizer, *HI)
+
+
+# ------------------------------------------------------------------------------------- reasoning, system text, weights
+
+
+def thought(tokenizer, *parts):
+    """A thinking answer to "Hi", token by token."""
+    return by_hand(tokenizer, ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, OPEN), 0), *parts, ((EOS,), 1))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"content": "<think>r</think>a"},
+        {"content": "<think>\nr\n</think>\n\na"},
+        {"content": "r</think>a"},  # the prompt had the opening tag
+        {"content": "a", "thinking": "r"},
+        {"content": "a", "reasoning_content": "<think>r</think>"},
+        {"content": "a", "reasoning": "<think>\nr"},
+        {"content": "a", "thinking": "r\n</think>\n"},
+        {"content": "<think>r</think>a", "reasoning_content": "r"},
+        {"content": "<think>r</think>a", "reasoning_content": ""},
+        {"content": [{"type": "text", "text": "<think>r</think>"}, {"type": "text", "text": "a"}]},
+    ],
+    ids=str,
+)
+def test_reasoning_is_found_wherever_a_data_set_has_it(answer, tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", {"messages": [*say(("u", "Hi")), {"role": "assistant", **answer}]})
+    expected = thought(tokenizer, ("r", 1), ((CLOSE,), 1), ("a", 1))
+    assert only(path, tokenizer, mode="thinking") == expected
+    ids, mask = only(path, tokenizer)  # without thinking, the answer alone
+    assert (ids, mask) == by_hand(
+        tokenizer, ((BOS, USER), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("a", 1), ((EOS,), 1)
+    )
+
+
+@pytest.mark.parametrize("text", ["use <think> and </think>", "a</think>", "<script>", f"{ASSISTANT}{CLOSE}"])
+def test_an_answer_about_tags_is_no_reasoning(text, tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(answer=text))
+    assert only(path, tokenizer, mode="thinking") == thought(tokenizer, ((CLOSE,), 1), (text, 1))
+
+
+def test_an_empty_thought_is_an_answer_without_reasoning(tokenizer, tmp_path):
+    path = write(tmp_path / "a.jsonl", chat(answer="<think>\n\n</think>\n\na"))
+    assert only(path, tokenizer, mode="thinking") == thought(tokenizer, ((CLOSE,), 1), ("a", 1))
+
+
+def test_a_thinking_answer_of_alpaca_and_of_a_prompt_is_read_alike(tokenizer, tmp_path):
+    for row in ({"instruction": "Hi", "output": "<think>r</think>a"}, {"prompt": "Hi", "completion": "r</think>a"}):
+        expected = thought(tokenizer, ("r", 1), ((CLOSE,), 1), ("a", 1))
+        assert only(write(tmp_path / "a.jsonl", row), tokenizer, mode="thinking") == expected
+
+
+SYSTEM = ((BOS,), 0), ("Be kind.", 0), ((USER,), 0), ("Hi", 0), ((ASSISTANT, CLOSE), 0), ("Hello", 1), ((EOS,), 1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        chat(system="Be kind."),
+        chat(system_prompt="Be kind.", system=None),
+        chat(system_message="Be kind.", system=""),
+        {"messages": say(("s", "Be kind."), *(("u", "Hi"), ("a", "Hello"))), "system": "Be kind."},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be kind."},
+        {"instruction": "Hi", "output": "Hello", "system": "Be kind.", "history": []},
+        {"prompt": "Hi", "response": "Hello", "system_prompt": "Be kind."},
+    ],
+)
+def test_a_system_column_is_what_the_model_saw_first(row, tokenizer, tmp_path):
+    assert only(write(tmp_path / "a.jsonl", row), tokenizer) == by_hand(tokenizer, *SYSTEM)
+
+
+def test_alpacas_history_stands_before_the_question(tokenizer, tmp_path):
+    row = {"instruction": "Hi", "output": "Hello", "history": [["1", "2"], ["3", "4"]], "system": "S"}
+    told = say(("s", "S"), ("u", "1"), ("a", "2"), ("u", "3"), ("a", "4"), ("u", "Hi"), ("a", "Hello"))
+    first, second = rows_of(write(tmp_path / "a.jsonl", row, {"messages": told}), tokenizer)
+    assert first == second
+
+
+def test_no_column_that_a_model_saw_is_passed_over(tokenizer, tmp_path):
+    for row, named in (
+        (chat(system="Be kind.", system_prompt="Be rude."), "different system texts in system and system_prompt"),
+        ({"messages": say(("s", "S"), ("u", "Hi"), ("a", "x")), "system": "T"}, "system and the first message"),
+        (chat(system=["Be kind."]), "'system' must be a string, not a list"),
+        (chat(history=[["1", "2"]]), "both messages and 'history'"),
+        ({"instruction": "Hi", "output": "Hello", "history": ["1"]}, "'history' must be a list of"),
+        ({"instruction": "Hi", "output": "Hello", "context": "a text"}, "'context' beside 'instruction'"),
+        ({"instruction": 0, "output": "Hello"}, "'instruction' must be a string, not 0"),
+        ({"instruction": "Hi", "input": 0, "output": "Hello"}, "'input' must be a string, not 0"),
+        (chat(functions="[{}]"), "the row defines 'functions'"),
+        (chat(documents=[{"text": "x"}]), "the row defines 'documents'"),
+        (chat(images=["x.png"]), "the row defines 'images'"),
+        (chat(chat_template_kwargs={"custom_instructions": "x"}), "'chat_template_kwargs.custom_instructions'"),
+        ({"messages": [{"role": "user", "content": "Hi", "images": ["x"]}]}, "message 0 has 'images'"),
+        (chat(answer="<think>r"), "message 1 opens <think> and never closes it"),
+        ({"messages": [{"role": "assistant", "content": "<think>r</think>a", "thinking": "s"}]}, "message 0 has diff"),
+        ({"messages": [{"role": "assistant", "content": "a", "thinking": True}]}, "'thinking' must be a string"),
+        ({"messages": [{"role": "assistant", "content": "a", "weight": 2}]}, "'weight' must be 0 or 1, not 2"),
+        ({"prompt": ["Hi"]}, "'prompt' must be a string, not a list"),
+    ):
+        path = write(tmp_path / "a.jsonl", chat(), row)
+        with pytest.raises(ValueError, match=rf"a\.jsonl:2: .*{named}"):
+            load_data([path], tokenizer)
+
+
+@pytest.mark.parametrize("nothing", ["[]", "", " ", [], {}, None, "null", False])
+def test_an_empty_column_is_an_absent_one(nothing, tokenizer, tmp_path):
+    names = ("tools", "functions", "documents", "images", "system", "history", "context", "chat_template_kwargs")
+    row = chat(**dict.fromkeys(names, nothing))
+    row["messages"] = [{**message, "tool_calls": nothing, "function_call": nothing} for message in row["messages"]]
+    path = write(
+        tmp_path / "a.jsonl", row, chat(chat_template_kwargs={"enable_thinking": False, "xml_tools": nothing})
+    )
+    assert rows_of(path, tokenizer) == [by_hand(tokenizer, *HI)] * 2
+
+
+@pytest.mark.parametrize("zero", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": False}], ids=str)
+def test_an_answer_of_weight_0_is_context(zero, tokenizer, tmp_path):
+    messages = say(("u", "1"), ("a", "2"), ("u", "3"), ("a", "4"))
+    plain, weighted = rows_of(
+        write(
+            tmp_path / "a.jsonl",
+            {"messages": messages},
+            {"messages": [messages[0], {**messages[1], **zero}, messages[2], {**messages[3], "weight": 1}]},
+        ),
+        tokenizer,
+    )
+    assert plain[0] == weighted[0]
+    assert (sum(plain[1]), weighted[1][-2:], sum(weighted[1])) == (4, [1, 1], 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- bad lines
@@ -165,6 +302,9 @@ BROKEN = {
     "unknown mode": ('{"messages": [{"role": "user", "content": ""}], "mode": "chat"}', "unknown mode 'chat'"),
     "tools": ('{"messages": [{"role": "user", "content": ""}], "tools": [{}]}', "row defines 'tools'"),
     "nested a thousand deep": ("[" * 100_000, "nested too deeply"),
+    "an integer of 5,000 digits": ('{"id": ' + "1" * 5000 + "}", "not JSON that can be read: Exceeds the limit"),
+    "a list as effort": ('{"prompt": "a", "completion": "b", "effort": ["max"]}', r"unknown effort \['max'\]"),
+    "a list as mode": ('{"prompt": "a", "completion": "b", "mode": ["thinking"]}', r"unknown mode \['thinking'\]"),
     "half a surrogate pair": (r'{"instruction": "\ud83d", "output": "a"}', "half of a surrogate pair"),
 }
 
@@ -217,6 +357,16 @@ def test_line_separators_of_unicode_inside_a_text_end_no_line(tokenizer, tmp_pat
     path = write(tmp_path / "a.jsonl", chat("a\u2028b\u0085c"), chat())
     assert [source for source, _ in read_rows([path])] == [f"{path}:1", f"{path}:2"]
     assert len(load_data([path], tokenizer)) == 2
+
+
+def test_the_tiny_corpus_reads_such_lines_whole(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples" / "tiny" / "make")
+    corpus, prompts = importlib.import_module("corpus"), importlib.import_module("prompts")
+    words = " ".join(f"w{i}" for i in range(corpus.NGRAM_WORDS - 1))
+    path = write(tmp_path / "a.jsonl", {"turns": [f"{words}\u2028end"], "messages": say(("u", "\u2028"), ("a", "b"))})
+    assert len(corpus.benchmark_ngrams(tmp_path)) == 1
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny" / "target")
+    assert list(prompts.cut_all(path, tokenizer, np.random.default_rng(0))) == [say(("u", "\u2028"), ("a", "b"))]
 
 
 def test_a_byte_order_mark_changes_no_token(tokenizer, tmp_path):
@@ -425,6 +575,23 @@ def test_the_header_is_no_target_and_an_answer_that_repeats_it_is(tokenizer, tmp
     assert ids.count(tokenizer.convert_tokens_to_ids(ASSISTANT)) == 1
 
 
+@pytest.mark.parametrize(("max_length", "num_cut"), [(8, 2), (12, 1), (13, 0)])
+def test_rows_that_are_cut_are_counted_and_said(max_length, num_cut, tokenizer, tmp_path):
+    """https://github.com/huggingface/transformers/issues/34494"""
+    rows = chat(), chat(answer="Hello!"), chat("x" * 20), {"messages": say(("u", "Hi"))}
+    path = write(tmp_path / "a.jsonl", *rows)
+    for _ in range(2):  # the second from the cache
+        _, report = load_data_with_report([path], tokenizer, max_length=max_length)
+        assert (report.num_kept, report.num_cut) == (2, num_cut)  # the row that is cut before its answer is left out
+        said = [line.split()[0] for line in report.lines() if "longer than max_length" in line]
+        assert said == ([str(num_cut)] if num_cut else [])
+
+
+def test_prompts_alone_are_told_the_way_to_answers(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match="no row is left to train on: .*`hyperdflash data regenerate`"):
+        load_data([write(tmp_path / "a.jsonl", {"prompt": "Hi"}, {"messages": say(("u", "Hi"))})], tokenizer)
+
+
 def test_when_no_row_is_left_the_error_counts_the_reasons(tokenizer, tmp_path):
     """https://github.com/inclusionAI/AReno/pull/90 and https://github.com/fw-ai/cookbook/pull/335"""
     rows = [chat("long question" * 5)] * 4 + [{"messages": say(("u", "Hi"))}] + ["{"]
@@ -464,11 +631,86 @@ def test_a_json_file_may_hold_a_list_or_lines(kind, tokenizer, tmp_path):
 
 def test_a_broken_json_list_names_its_file(tokenizer, tmp_path):
     (tmp_path / "a.json").write_text('[{"messages": ')
-    with pytest.raises(ValueError, match=r"a\.json is no JSON: Expecting value"):
+    with pytest.raises(ValueError, match=r"a\.json is not valid JSON: Expecting value"):
         load_data([tmp_path / "a.json"], tokenizer)
 
 
-@pytest.mark.parametrize("name", ["absent.jsonl", "absent-*.jsonl", "./absent", "sub/absent.json", "a b?", "a/b/c"])
+def save(path: Path, rows: list[dict]) -> Path:
+    """Rows in the kind of file that the name asks for."""
+    table = datasets.Dataset.from_list(rows)
+    if path.suffix == ".gz":
+        text = json.dumps(rows) if ".json." in path.name else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_bytes(gzip.compress(b"\xef\xbb\xbf" + text.encode()))
+    elif path.suffix == ".parquet":
+        table.to_parquet(path)
+    elif path.suffix == ".csv":
+        table.to_csv(path)
+    else:
+        table.save_to_disk(path.parent / "saved")
+        (path.parent / "saved" / "data-00000-of-00001.arrow").rename(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.ndjson.gz", "a.json.gz", "a.parquet", "a.arrow"])
+def test_packed_files_and_tables_give_the_tokens_of_the_lines(name, tokenizer, tmp_path):
+    rows = [chat(mode=None), chat("\u2028", "x", mode="thinking"), {**chat("b"), "mode": None}, chat("4", "5")] * 150
+    path = save(tmp_path / name, rows)
+    plain, found = load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer), load_data([path], tokenizer)
+    assert hash_data(found) == hash_data(plain)
+    assert found["source"][:] == [f"{path}:{i}" for i in range(1, 601)]
+    assert [source for source, _ in read_rows([path])] == found["source"][:]
+
+
+def test_cells_of_csv_are_text(tokenizer, tmp_path):
+    rows = [
+        {"instruction": "Hi", "output": "Hello", "mode": None},
+        {"instruction": "1,\n2", "output": "3", "mode": ""},
+    ]
+    first, second = rows_of(save(tmp_path / "a.csv", rows), tokenizer)
+    assert first == by_hand(tokenizer, *HI)
+    parts = ((BOS, USER), 0), ("1,\n2", 0), ((ASSISTANT, CLOSE), 0), ("3", 1), ((EOS,), 1)
+    assert second == by_hand(tokenizer, *parts)
+    (tmp_path / "b.csv").write_text("instruction,output\na,b\na,b,c\n")
+    with pytest.raises(ValueError, match=r"b\.csv:2: a row must be"):
+        load_data([tmp_path / "b.csv"], tokenizer)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.zst", "a.tsv", "a", "a.zip", "a.csv.gz"])
+def test_a_kind_of_file_that_is_not_read_names_those_that_are(name, tokenizer, tmp_path):
+    (tmp_path / name).write_bytes(b"(\xb5/\xfd")
+    with pytest.raises(
+        ValueError, match=rf"{name} .*: data files are \.jsonl, .*\.gz\), \.csv, \.parquet and \.arrow"
+    ):
+        load_data([tmp_path / name], tokenizer)
+    if name == "a.txt":
+        assert len(load_data([write(tmp_path / name, chat())], tokenizer)) == 1  # lines of JSON by another name
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.gz", "a.parquet", "a.arrow", "a.csv"])
+def test_a_damaged_file_is_named(name, tokenizer, tmp_path):
+    content = gzip.compress(json.dumps(chat()).encode()) if name.endswith("gz") else b"\xff\xfeP\x00A"
+    whole = save(tmp_path / name, [chat(str(i)) for i in range(2000)]).read_bytes()
+    half = whole[: len(whole) // 2]
+    for damaged in (content[:-9] or content, b"\xff" + content, *[half] * (not name.endswith(".csv"))):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises((OSError, ValueError), match=rf"{name} (is damaged|is not valid|cannot be read)") as caught:
+            load_data([tmp_path / name], tokenizer)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "absent.jsonl",
+        "absent.parquet",
+        "absent.jsonl.gz",
+        "absent-*.jsonl",
+        "./absent",
+        "sub/absent.json",
+        "a b?",
+        "a/b/c",
+    ],
+)
 def test_a_missing_file_is_an_error(name, tokenizer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", chat())
@@ -485,17 +727,29 @@ def test_a_folder_and_no_files_at_all_are_errors(tokenizer, tmp_path):
         load_data([], tokenizer)
 
 
-@pytest.mark.parametrize(("name", "revision"), [("org/chats", None), ("org/chats@v1.0", "v1.0")])
-def test_a_hub_data_set_is_read_at_its_revision(name, revision, tokenizer, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "args", "revision"),
+    [
+        ("org/chats", ["train"], None),
+        ("org/chats@v1.0", ["train"], "v1.0"),
+        ("org/chats:math", ["math", "train"], None),
+        ("org/chats:math v2:train_sft", ["math v2", "train_sft"], None),
+        ("org/chats::test", ["test"], None),
+        ("chats@refs/pr/1:main:test", ["main", "test"], "refs/pr/1"),
+    ],
+)
+def test_a_hub_data_set_is_read_at_its_revision_configuration_and_split(
+    name, args, revision, tokenizer, tmp_path, monkeypatch
+):
     calls = []
 
-    def load_dataset(repo, **kwargs):
-        calls.append((repo, kwargs))
+    def load_dataset(*given, split, revision):
+        calls.append((*given, split, revision))
         return datasets.Dataset.from_list([chat(), {"messages": say(("u", "Hi"))}, chat()])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     dataset, report = load_data_with_report([write(tmp_path / "a.jsonl", chat("x")), name], tokenizer)
-    assert calls == [("org/chats", {"split": "train", "revision": revision})]
+    assert calls == [(name.partition(":")[0].partition("@")[0], *args, revision)]
     assert dataset["source"][1:] == [f"{name}:1", f"{name}:3"]
     assert report.examples == {data.UNSUPERVISED: [f"{name}:2"]}
     assert (dataset[1]["input_ids"], dataset[1]["loss_mask"]) == by_hand(tokenizer, *HI)
@@ -506,7 +760,7 @@ def test_a_hub_data_set_that_cannot_be_had_is_an_error(tokenizer, monkeypatch):
         raise ConnectionError("no way out")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(OSError, match="org/chats is no file here, and no such data set can be had.*no way out"):
+    with pytest.raises(OSError, match="org/chats is neither a file here nor .*no way out .*org/chats:CONFIG:SPLIT"):
         load_data(["org/chats"], tokenizer)
 
 
@@ -572,9 +826,50 @@ def test_a_failed_load_leaves_nothing_behind(tokenizer, tmp_path):
     assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
 
 
+@pytest.fixture
+def full_disk():
+    """Files end after 4 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, request):
+    path = write(tmp_path / "a.jsonl", *[chat()] * 600)
+    request.getfixturevalue("full_disk")
+    with pytest.raises(OSError, match="the data cache .*cache/hyperdflash cannot .*HF_DATASETS_CACHE") as caught:
+        load_data([path], tokenizer)
+    assert "\n" not in str(caught.value)
+    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+
+
+def test_a_token_that_the_target_does_not_have_is_one_line(tokenizer, tmp_path):
+    rows = chat(), {"input_ids": [5, 6, 260], "loss_mask": [0, 1, 1]}
+    dataset = load_data([write(tmp_path / "a.jsonl", *rows)], tokenizer)
+    data.check_vocabulary(dataset, 262)
+    with pytest.raises(ValueError, match=r"a\.jsonl:2 has the token id 260, but the target has 260 tokens"):
+        data.check_vocabulary(dataset.select([1]), 260)
+
+
+def test_a_run_does_not_start_with_tokens_that_its_target_lacks(tmp_path):
+    """Its tokenizer may have been given more."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "examples/tiny/target")
+    tokenizer.add_tokens("zorkmid")
+    args = SimpleNamespace(
+        target=ROOT / "examples/tiny/target", target_revision=None, **asdict(data.EncodingSettings())
+    )
+    args.skip_bad_rows = False
+    row = {"input_ids": [4, 5, len(tokenizer) - 1, 7], "loss_mask": [0, 1, 1, 1]}
+    with pytest.raises(ValueError, match=r"a\.jsonl:1 has the token id 4096, but the target has 4096 tokens"):
+        data.load_recipe_data(args, [write(tmp_path / "a.jsonl", row)], tokenizer)
+
+
 @pytest.mark.slow
 def test_more_processes_give_the_same_data_and_the_same_error(tokenizer, tmp_path):
     rows = [chat(str(i)) for i in range(500)]
+    packed = load_data([save(tmp_path / "p.jsonl.gz", rows)], tokenizer, num_proc=2)
+    assert hash_data(packed) == hash_data(load_data([write(tmp_path / "p.jsonl", *rows)], tokenizer))
     path = write(tmp_path / "a.jsonl", *rows[:300], {"messages": say(("u", "Hi"))}, *rows[300:])
     alone = load_data_with_report([path], tokenizer)
     datasets.config.HF_DATASETS_CACHE = tmp_path / "other cache"

@@ -3,11 +3,20 @@
 .venv/bin/python -m pytest tests/test_encoding.py
 """
 
+from pathlib import Path
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from encoding_deepseek_v4 import BOS_TOKEN, EFFORT_INSTRUCTIONS, EOS_TOKEN, encode_messages, encode_with_mask
+from encoding_deepseek_v4 import (
+    BOS_TOKEN,
+    EFFORT_INSTRUCTIONS,
+    EOS_TOKEN,
+    encode_messages,
+    encode_with_mask,
+    to_message,
+)
 
 BOS, EOS, USER, ASSISTANT = BOS_TOKEN, EOS_TOKEN, "<｜User｜>", "<｜Assistant｜>"
 OPEN, CLOSE = "<think>", "</think>"
@@ -164,6 +173,43 @@ def test_ids_are_those_of_the_rendered_text(tokenizer, mode):
     assert len(mask) == len(ids)
 
 
+@pytest.mark.parametrize("system", ["Be kind. ", "Be kind.", "use <th", "Be kind.\n\n"])
+@pytest.mark.parametrize("answer", ["Hello", " Hello", "ink>", "\n"])
+def test_a_system_text_and_a_first_answer_are_tokenised_as_one_text(system, answer):
+    """They touch, without a control token between them. A token across the seam is the answer's."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[1] / "examples" / "tiny" / "target")
+    ids, mask = encode_with_mask(say(("s", system), ("a", answer)), tokenizer)
+    assert tokenizer.decode(ids) == f"{BOS}{system}{answer}{EOS}"
+    assert ids.count(tokenizer.convert_tokens_to_ids(OPEN)) == 0
+    if "<" not in system:  # where the two make a control token, the text is cut instead
+        assert ids == tokenizer(f"{BOS}{system}{answer}{EOS}", add_special_tokens=False)["input_ids"]
+    context = tokenizer.decode([i for i, bit in zip(ids, mask, strict=True) if not bit])
+    assert mask == sorted(mask)
+    assert f"{BOS}{system}".startswith(context)
+    assert tokenizer.decode([i for i, bit in zip(ids, mask, strict=True) if bit]).endswith(f"{answer}{EOS}")
+
+
+@pytest.mark.parametrize("mode", ["non-thinking", "thinking"])
+def test_an_answer_of_weight_0_is_context(tokenizer, mode):
+    messages = say(("u", "q"), ("a", "A", "r"))
+    weighted = [*messages[:1], {**messages[1], "weight": 0}, *say(("a", "B"))]
+    ids, mask = encode_with_mask(weighted, tokenizer, mode=mode)
+    same, learned = encode_with_mask([*messages, *say(("a", "B"))], tokenizer, mode=mode)
+    assert ids == same
+    tail = encode_with_mask(say(("a", "B")), tokenizer, mode=mode)[1].count(1)
+    assert mask == [0] * (len(ids) - tail) + [1] * tail != learned
+    assert encode_with_mask([*messages[:1], {**messages[1], "weight": 1}], tokenizer, mode=mode)[1][-1] == 1
+
+
+@pytest.mark.parametrize(("mode", "opened"), [("thinking", True), ("thinking", False), ("non-thinking", True)])
+def test_an_answer_that_opens_the_think_tag_itself_keeps_no_tag_in_its_reasoning(mode, opened):
+    tokenizer = make_tokenizer()
+    parts = ((OPEN,), 1), ("r", 1), ((CLOSE,), 1), ("a", 1), ((EOS,), 1)
+    ids, _ = by_hand(tokenizer, *parts[0 if opened else 1 :])
+    message = to_message(ids, tokenizer, mode, {tokenizer.eos_token_id})
+    assert message == {"role": "assistant", "reasoning": "r", "content": "a"}
+
+
 @pytest.mark.parametrize(
     ("generation", "effort", "start"),
     [
@@ -207,6 +253,9 @@ def test_the_effort_instruction_is_not_in_the_loss(tokenizer):
         ([{"role": "system", "content": "q", "tools": [{}]}], {}, "'tools'.*tool calls"),
         ([{"role": "assistant", "content": None, "tool_calls": [{}]}], {}, "'tool_calls'.*tool calls"),
         ([{"role": "user", "content": ["q"]}], {}, "'content' must be a string, not list"),
+        (say(("u", "q")), {"effort": ["max"]}, r"unknown effort \['max'\]"),
+        (say(("u", "q")), {"generation": ["preview"]}, r"unknown generation \['preview'\]"),
+        ([{"role": "assistant", "content": "q", "weight": 0.5}], {}, "'weight' must be 0 or 1, not 0.5"),
     ],
 )
 def test_what_the_encoding_does_not_have_is_refused_by_name(messages, options, named):

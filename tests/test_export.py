@@ -25,7 +25,7 @@ from transformers.utils import hub
 from hyperdflash import __main__ as cli
 from hyperdflash.generation.demo import TINY
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
-from hyperdflash.training import export
+from hyperdflash.training import export, run_folder
 from hyperdflash.training import model_card as card
 from hyperdflash.training.export import export_drafter
 
@@ -645,11 +645,11 @@ def test_a_log_with_nothing_to_draw_makes_no_picture(run, tmp_path):
 
 def test_the_picture_goes_on_behind_the_checkpoint_but_not_with_another_runs_log(run):
     checkpoint = run / "checkpoint-4"
-    assert card.read_run(checkpoint, run).history == log_history(8)
+    assert run_folder.read_run(checkpoint, run).history == log_history(8)
     state = json.loads((run / "checkpoint-8" / "trainer_state.json").read_text())
     state["log_history"][0]["loss"] = 9.0
     (run / "checkpoint-8" / "trainer_state.json").write_text(json.dumps(state))
-    assert card.read_run(checkpoint, run).history == log_history(4)
+    assert run_folder.read_run(checkpoint, run).history == log_history(4)
 
 
 def test_a_long_log_with_gaps_and_nans_makes_a_small_picture(tmp_path):

@@ -315,6 +315,7 @@ def test_a_missing_head_is_written_again(folder, target, config, rows):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(written, target, config, rows, tmp_path):
     """https://github.com/vllm-project/speculators/pull/912"""
     start = time.perf_counter()

@@ -96,22 +96,22 @@ def test_runs_to_the_length_limit_without_an_end_of_text_id(target, prompt, plai
 
 @pytest.mark.parametrize("block_size", [2, 3, 4, 7])
 def test_length_limit_holds_for_every_block_size(target, prompt, plain, block_size):
-    """Exactly the tokens asked for, through `max_new_tokens`, `max_length` and a criterion of the user's.
+    """Exactly the tokens asked for, through `max_new_tokens`, `max_length` and a criterion of the user's: at the edges
+    of a block and of two.
 
     https://github.com/huggingface/transformers/pull/48981 https://github.com/huggingface/transformers/pull/46993
     """
-    for num_new in range(1, 16):
+    for num_new in (block_size - 1, block_size, block_size + 1, 2 * block_size):
         want = plain[:, : PROMPT_LENGTH + num_new]
         patterns = ("always", "first two", "never") if num_new % 3 else ("always", "mixed")
         assert_lossless(target, prompt, want, plain, patterns=patterns, block_size=block_size, max_new_tokens=num_new)
     for num_new in (1, 6):
         want = plain[:, : PROMPT_LENGTH + num_new]
         limit = PROMPT_LENGTH + num_new
+        options = {"patterns": ("always", "mixed"), "block_size": block_size}
         criteria = StoppingCriteriaList([MaxLengthCriteria(limit)])
-        assert_lossless(target, prompt, want, plain, block_size=block_size, max_length=limit)
-        assert_lossless(
-            target, prompt, want, plain, block_size=block_size, max_new_tokens=20, stopping_criteria=criteria
-        )
+        assert_lossless(target, prompt, want, plain, max_length=limit, **options)
+        assert_lossless(target, prompt, want, plain, max_new_tokens=20, stopping_criteria=criteria, **options)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """`init`: a drafter inherits the gate from whatever style of DeepSeek-V4 checkpoint, and says what it cannot use."""
 
+import argparse
 import json
 import shutil
 from pathlib import Path
@@ -7,20 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_target
-from transformers import DeepseekV4Config, DynamicCache
+from tiny_v4 import MASK_TOKEN_ID, TINY_WORLD_TARGET, features_recipe, greedy, random_ids, tiny_target
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from hyperdflash import __main__ as cli
 from hyperdflash import generation_hyperdflash
 from hyperdflash.common import checkpoint
 from hyperdflash.common.files import written_whole
+from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import compare_fingerprint, fingerprint_tensors, target_fingerprint
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training import init
 from hyperdflash.training.init import default_sizes, drafter_config, init_drafter, spread_layers
+from hyperdflash.training.losses import drafter_loss
 
 CLOSURE = {
     "configuration_hyperdflash.py",
@@ -241,8 +245,8 @@ def test_a_new_drafter_decodes_with_its_target_and_warns_with_another(target, mi
     assert messages == []
     other = tiny_target(seed=1)
     assert torch.equal(greedy(other, ids, 12, assistant_model=drafter), greedy(other, ids, 12))
-    assert messages
-    assert all("another target (tiny-v4)" in message for message in messages)
+    assert len(messages) == 1
+    assert f"the drafter {drafter.name_or_path} was made for another target (tiny-v4)" in messages[0]
 
 
 # ----------------------------------------------------------------------------------------------- when there is no gate
@@ -265,8 +269,61 @@ def test_the_dense_projection_is_chosen_stored_and_said_in_one_line(mixed, targe
     assert reason in lines[0]
     assert stored_config(tmp_path / "out")["reducer"] == "fc"
     ids = random_ids(9)
-    if drafter.config.hidden_size == target.config.hidden_size:
-        assert torch.equal(greedy(target, ids, 8, assistant_model=drafter), greedy(target, ids, 8))
+    assert torch.equal(greedy(target, ids, 8, assistant_model=drafter), greedy(target, ids, 8))
+
+
+@pytest.mark.parametrize("width", [16, 48], ids=["narrower", "wider"])
+@pytest.mark.parametrize("source", ["pre_hc_head", "hidden_layers"])
+def test_a_drafter_of_another_width_than_the_targets_drafts_and_learns(mixed, target, tmp_path, width, source):
+    """Its heads included. It was made, and then neither generated nor trained."""
+    heads = {"draft_head": "markov", "markov_rank": 4, "markov_gate": True, "draft_confidence": True}
+    drafter = make(mixed, tmp_path / "out", hidden_size=width, context_source=source, **heads)
+    assert drafter.norm.weight.shape == (width,)
+    calls, draft_hidden, ids = [], drafter.draft_hidden, random_ids(9)
+    drafter.draft_hidden = lambda request: calls.append(1) or draft_hidden(request)
+    assert torch.equal(greedy(target, ids, 12, assistant_model=drafter), greedy(target, ids, 12))
+    assert calls
+    num_layers = len(drafter.config.target_layer_ids) if source == "hidden_layers" else 1
+    previous, labels = random_ids(7), random_ids(6, seed=1)
+    output = drafter(
+        noise_embeds=target.get_input_embeddings()(previous).detach(),
+        context_hidden_states=torch.randn(1, 5, 2, 32 * num_layers),
+        previous_ids=previous,
+    )
+    assert output.last_hidden_state.shape == (1, 7, 32)
+    assert output.confidence_logits.shape == (1, 7, 2)
+    loss = drafter_loss(
+        output.last_hidden_state[:, 1:],
+        labels,
+        target.lm_head.weight.detach(),
+        torch.randn(1, 2, 32),
+        gamma=4,
+        alpha=1,
+        temperature=1,
+        markov_states=output.markov_states[:, 1:],
+        markov_w2=drafter.markov_head.markov_w2,
+    ).loss
+    loss.backward()
+    for projection in (drafter.embed_proj, drafter.head_proj):
+        assert projection.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_a_drafter_of_another_width_whose_checkpoint_drafts(tmp_path):
+    """Online and with its own evaluation by decoding; the tiny target is 192 wide."""
+    more = "features: online\nnum_train_epochs: 1\neval_decode_prompts: 1\neval_strategy: epoch\nreport_to: none\n"
+    recipe = features_recipe(tmp_path, more)
+    options = "drafter={mask_token_id: 3, num_hidden_layers: 1, hidden_size: 64}"
+    assert cli.main(["train", str(recipe), options]) == 0
+    drafter = HyperDFlashModel.from_pretrained(tmp_path / "run" / "final")
+    assert (drafter.config.hidden_size, drafter.config.reducer) == (64, "fc")
+    assert drafter.embed_proj.weight.shape == (64, 192)
+    target, ids = DeepseekV4ForCausalLM.from_pretrained(TINY_WORLD_TARGET), torch.arange(20, 29)[None]
+    assert torch.equal(greedy(target, ids, 8, assistant_model=drafter), greedy(target, ids, 8))
+
+
+def test_a_drafter_of_the_targets_width_has_no_projections(mixed, tmp_path):
+    assert not [name for name in make(mixed, tmp_path / "out").state_dict() if name.startswith(("embed_", "head_"))]
 
 
 def test_a_target_without_a_learned_head_gets_the_dense_projection(official, tmp_path, caplog):
@@ -426,6 +483,62 @@ def test_a_hub_target_is_read_at_one_commit_which_is_stored(hub, target, tmp_pat
     assert {d.config.target_name_or_path for d in (main, older)} == {"some/v4"}
 
 
+class RangeReads:
+    """Stands in for `HfFileSystem`: serves a folder's files, and keeps what was read of them."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.opened, self.num_bytes = folder, [], 0
+
+    def open(self, path, mode, revision, cache_type):
+        assert (mode, cache_type) == ("rb", "none")
+        self.opened.append((path, revision))
+        file, files = (self.folder / Path(path).name).open("rb"), self
+
+        class Reader:
+            seek, close = file.seek, file.close
+
+            def read(self, length):
+                files.num_bytes += length
+                return file.read(length)
+
+        return Reader()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_of_a_hub_target_that_is_not_in_the_cache_only_single_tensors_are_fetched(
+    hub, official, target, tmp_path, monkeypatch, sharded
+):
+    """Whole shards were: gigabytes for 65,541 inherited numbers."""
+    snapshot = tmp_path / "hub" / "models--some--v4" / "snapshots" / hub["main"]
+    source = official
+    if not sharded:
+        (snapshot / "model.safetensors.index.json").unlink()
+        source = tmp_path / "single"
+        target.save_pretrained(source)
+    for shard in snapshot.glob("*.safetensors"):
+        shard.unlink()
+    remote, download = RangeReads(source), checkpoint.hf_hub_download
+
+    def download_small_files(repo, name, **kwargs):
+        assert name.endswith(".json"), f"{name} was fetched whole"
+        if not sharded and "index" in name:
+            raise EntryNotFoundError(name)
+        return download(repo, name, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "hf_hub_download", download_small_files)
+    monkeypatch.setattr(checkpoint, "HfFileSystem", lambda: remote)
+    drafter = make("some/v4", tmp_path / "out")
+    assert_inherits(drafter, target)
+    assert compare_fingerprint(drafter.config.target_fingerprint, target) == []
+    assert {revision for _, revision in remote.opened} == {hub["main"]}
+    assert all(path.startswith("some/v4/model") for path, _ in remote.opened)
+    headers = sum(
+        8 + int.from_bytes((source / Path(path).name).read_bytes()[:8], "little") for path, _ in remote.opened
+    )
+    gate, norm, rows = 4 * (2 * 64 + 2 + 1), 32 * (2 if sharded else 4), 4 * 32 * (2 if sharded else 4)
+    assert remote.num_bytes == headers + gate + norm + rows
+
+
 @pytest.mark.parametrize("name", ["some/absent", "no/such/folder", "./absent"])
 def test_a_target_that_is_nowhere_gives_one_readable_error(hub, tmp_path, name):
     """https://github.com/huggingface/transformers/issues/34855"""
@@ -511,6 +624,60 @@ def test_options_that_contradict_the_target_are_value_errors(mixed, tmp_path):
         make(mixed, tmp_path / "out", block_size=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"block_size": 1}, "block_size 1 leaves no slot"),
+        ({"sliding_window": 1}, "sliding_window 1 hides all context .* block of 7 positions"),
+        ({"sliding_window": 7}, "sliding_window 7 hides all context"),
+        ({"sliding_window": 16, "block_size": 17}, "sliding_window 16 hides all context .* 17 positions"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1; got 0"),
+        ({"markov_rank": 8}, "markov_rank=8 needs draft_head=markov, and draft_head is none"),
+        ({"markov_gate": True}, "markov_gate=True needs draft_head=markov"),
+        ({"verify_cost": 0.5}, "verify_cost=0.5 needs draft_confidence=True"),
+        ({"reducer": "fc", "reducer_path_norm": False}, "reducer_path_norm=False needs reducer=hc_gate"),
+    ],
+)
+def test_a_drafter_that_could_not_draft_and_options_without_effect_are_refused(mixed, tmp_path, options, named):
+    with pytest.raises(ValueError, match=named):
+        make(mixed, tmp_path / "out", **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_option_is_refused_with_those_there_are(mixed, tmp_path):
+    with pytest.raises(TypeError, match="no option num_layers; its options are block_size, .*num_hidden_layers"):
+        make(mixed, tmp_path / "out", num_layers=3)
+
+
+def test_every_option_is_a_documented_field_of_the_configuration_and_a_flag():
+    parser = init.add_parser(argparse.ArgumentParser().add_subparsers())
+    flags = {action.dest: action for action in parser._actions}
+    for name in init.OPTIONS:
+        assert hasattr(HyperDFlashConfig, name)
+        assert f"{name} (`" in HyperDFlashConfig.__doc__ or f"{name}, " in HyperDFlashConfig.__doc__
+        assert flags[name].default is None
+
+
+def test_the_targets_special_tokens_are_stored(mixed, tmp_path):
+    """transformers' text-generation pipeline compares them with the target's."""
+    shutil.copytree(mixed, tmp_path / "eos")
+    edit(tmp_path / "eos", eos_token_id=[1, 7], pad_token_id=2)
+    stored = stored_config(init_drafter(tmp_path / "eos", tmp_path / "out", mask_token_id=MASK_TOKEN_ID))
+    assert [stored[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")] == [0, [1, 7], 2]
+
+
+def test_a_mask_token_that_is_an_ordinary_word_is_said(mixed, tmp_path, caplog):
+    shutil.copytree(mixed, tmp_path / "words")
+    vocabulary = {f"w{i}": i for i in range(60)}
+    tokenizer = {"added_tokens": [{"id": i} for i in (0, 58, 59)], "model": {"vocab": vocabulary}}
+    (tmp_path / "words" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for mask in (57, 59, 63):  # a word, a special token, and a row of the embedding without a token
+        make(tmp_path / "words", tmp_path / str(mask), mask_token_id=mask)
+    lines = [record.getMessage() for record in caplog.records if record.name == init.__name__]
+    assert len(lines) == 1
+    assert "mask_token_id 57 is 'w57', an ordinary token" in lines[0]
+
+
 def test_the_mask_token_is_v4s_own_or_must_be_said(mixed, tmp_path):
     """https://github.com/NVIDIA-NeMo/Automodel/pull/2461"""
     assert drafter_config(DeepseekV4Config()).mask_token_id == 128799
@@ -589,11 +756,14 @@ def test_an_empty_output_folder_is_used(mixed, tmp_path):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_nothing_half_written_stays_behind(mixed, tmp_path, monkeypatch, error):
-    def fail(folder):
+    save = HyperDFlashModel.save_pretrained
+
+    def fail(drafter, folder):
+        save(drafter, folder)
         assert (Path(folder) / "model.safetensors").is_file()
         raise error
 
-    monkeypatch.setattr(init, "copy_custom_generate", fail)
+    monkeypatch.setattr(HyperDFlashModel, "save_pretrained", fail)
     with pytest.raises(error):
         make(mixed, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -618,7 +788,11 @@ def test_the_command_makes_a_drafter_with_every_option(mixed, tmp_path, capsys):
         8,
     )
     assert stored["target_layer_ids"] == [0, 2]
-    assert "4 drafts a block" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "4 drafts per block" in said
+    weights = tmp_path / "out" / "model.safetensors"
+    number = sum(tensor.numel() for tensor in load_file(weights).values())
+    assert f"{number:,} parameters, {weights.stat().st_size:,} bytes" in said
 
 
 def test_what_a_killed_process_left_behind_is_cleared_away(tmp_path):

@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_drafter_config, tiny_target
-from transformers import AutoModel, GenerationConfig
+from transformers import AutoModel, GenerationConfig, modeling_utils
 from transformers.utils import hub
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
@@ -280,6 +280,44 @@ def test_a_hub_repository_loads_offline_with_code_and_weights_of_one_revision(ma
 
 
 @pytest.mark.slow
+def test_a_drafter_of_auto_model_is_its_modules_class_and_can_be_pickled(made, tmp_path):
+    """By `torch.save`, and to a process that is spawned, as Ray and DataLoader workers do."""
+    publish(made, tmp_path / "drafter")
+    script = """
+    import multiprocessing, pickle
+    drafter = load("drafter")
+    cls = getattr(sys.modules[type(drafter).__module__], "HyperDFlashModel")
+    assert type(drafter) is cls
+    assert "GenerationMixin" not in str(cls.__mro__)
+    torch.save(drafter, "drafter.pt")
+    again = torch.load("drafter.pt", weights_only=False)
+    assert torch.equal(hidden(again), hidden(drafter))
+    worker = multiprocessing.get_context("spawn").Process(target=pickle.dumps, args=(drafter,))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 0
+    """
+    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loader", ["AutoConfig", "AutoModel"])
+def test_another_transformers_is_one_sentence_when_the_code_is_loaded(made, tmp_path, loader):
+    publish(made, tmp_path / "drafter")
+    script = f"""
+    import transformers
+    sys.modules["transformers"].__version__ = "5.23.0"
+    try:
+        {loader}.from_pretrained("drafter", trust_remote_code=True)
+    except ImportError as error:
+        assert "HyperDFlash needs transformers 5.24.0 or later, and 5.23.0 is installed" in str(error), error
+    else:
+        raise AssertionError("loaded without a word")
+    """
+    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+
+
+@pytest.mark.slow
 def test_checkpoints_and_merged_adapters_of_a_folder_load_alone(made, tmp_path):
     """Train from a folder with saves, and merge an adapter; delete the folder; load both in another process.
 
@@ -526,8 +564,23 @@ def test_a_drafter_itself_refuses_to_generate(made):
     """https://github.com/huggingface/peft/issues/2769"""
     drafter = HyperDFlashModel.from_pretrained(made)
     assert not drafter.can_generate()
-    with pytest.raises(NotImplementedError, match="assistant_model"):
-        drafter.prepare_inputs_for_generation(random_ids(3))
+    for method in (drafter.prepare_inputs_for_generation, drafter.generate):
+        with pytest.raises(NotImplementedError, match=r"does not generate: .*generate\(assistant_model="):
+            method(random_ids(3), max_new_tokens=3)
+
+
+def test_misspelt_arguments_of_forward_are_refused_and_hidden_states_returned(made):
+    """Both vanished without a word."""
+    drafter = HyperDFlashModel.from_pretrained(made).eval()
+    inputs = {"noise_embeds": torch.randn(1, 4, 32), "context_hidden_states": torch.randn(1, 6, 2, 32)}
+    with pytest.raises(TypeError, match="no argument positions, output_attentions"):
+        drafter(**inputs, positions=torch.arange(10)[None], output_attentions=True)
+    with torch.no_grad():
+        output = drafter(**inputs, output_hidden_states=True, labels=None)
+    assert len(output.hidden_states) == drafter.config.num_hidden_layers + 1
+    assert torch.equal(output.hidden_states[0], inputs["noise_embeds"])
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+    assert drafter(**inputs).hidden_states is None
 
 
 def test_adapter_and_base_load_after_both_were_moved(made, tmp_path):
@@ -578,8 +631,37 @@ def test_a_push_uploads_code_config_weights_and_card_and_nothing_else(target, ma
     greedy(target, random_ids(5), 4, assistant_model=drafter)
     drafter.push_to_hub("someone/drafter")
     first, second = api.commits
-    assert set(first) == {*CLOSURE, "config.json", "model.safetensors", "README.md"}
+    assert set(first) == {*PUBLISHED, "config.json", "model.safetensors", "README.md"}
     assert second == first
+
+
+def test_saving_with_a_push_uploads_custom_generate_too(made, tmp_path, monkeypatch):
+    """Also into a folder that was saved to before, of which the library uploads what has changed."""
+    drafter, api = HyperDFlashModel.from_pretrained(made), RecordingHub()
+    monkeypatch.setattr(hub, "hf_api", lambda: api)
+    monkeypatch.setattr(modeling_utils, "hf_api", lambda: api)
+    monkeypatch.setattr(modeling_utils, "create_and_tag_model_card", lambda *args, **kwargs: hub.ModelCard("a card"))
+    drafter.save_pretrained(tmp_path / "out")
+    drafter.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="someone/drafter")
+    assert "custom_generate/generate.py" in api.commits[0]
+
+
+def test_a_saved_drafter_brings_custom_generate_and_can_be_read_by_others(made, tmp_path):
+    """safetensors writes files with mode 0600."""
+    before = os.umask(0o022)
+    try:
+        HyperDFlashModel.from_pretrained(made).save_pretrained(tmp_path / "out")
+    finally:
+        os.umask(before)
+    saved = (tmp_path / "out" / "custom_generate" / "generate.py").read_bytes()
+    assert saved == (ROOT / "custom_generate" / "generate.py").read_bytes()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o644 for path in files}
+
+
+def test_a_process_that_is_not_the_main_one_writes_nothing(made, tmp_path):
+    HyperDFlashModel.from_pretrained(made).save_pretrained(tmp_path / "out", is_main_process=False)
+    assert not list((tmp_path / "out").rglob("*"))
 
 
 def test_git_ignores_nothing_that_belongs_in_a_published_folder(tmp_path):

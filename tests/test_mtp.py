@@ -13,6 +13,7 @@ from tiny_v4 import (
     SLIDING,
     assert_same_state,
     greedy,
+    nightly,
     random_ids,
     tiny_config,
     tiny_target,
@@ -30,8 +31,20 @@ def tiny_mtp(target, max_drafts=3, seed=2) -> DeepseekV4MTP:
     return DeepseekV4MTP(target.config, max_drafts).eval()
 
 
-@pytest.mark.parametrize("layer_types", [(SLIDING,), (CSA, SLIDING), MIXED])
-@pytest.mark.parametrize("max_drafts", [1, 3, 6])
+@pytest.mark.parametrize(
+    ("layer_types", "max_drafts"),
+    [
+        ((SLIDING,), 3),
+        ((CSA, SLIDING), 3),
+        pytest.param(MIXED, 1, marks=pytest.mark.slow),
+        (MIXED, 3),
+        pytest.param(MIXED, 6, marks=pytest.mark.slow),
+        nightly((SLIDING,), 1),
+        nightly((SLIDING,), 6),
+        nightly((CSA, SLIDING), 1),
+        nightly((CSA, SLIDING), 6),
+    ],
+)
 def test_greedy_ids_are_plain_decodings(layer_types, max_drafts):
     """Prompts around the window (8) and blocks of every length."""
     target = tiny_target(layer_types)

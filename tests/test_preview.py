@@ -234,6 +234,20 @@ def test_a_tokenizer_without_the_control_tokens_is_said_once_and_not_for_every_r
         run_preview(chats, "--tokenizer", "any")
 
 
+@pytest.mark.parametrize("row", [{"messages": say(("u", "Hi"))}, {"prompt": "Hi"}, {"messages": say(("s", "S"))}])
+def test_prompts_without_answers_are_told_the_way_to_answers(row, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="1 left out: no supervised token .*`hyperdflash data regenerate` lets"):
+        run_preview(path, "--tokenizer", TINY)
+
+
+def test_a_row_cut_by_the_limit_is_counted(chats, capsys):
+    run_preview(chats, "--tokenizer", TINY, "--num-samples", 1, "--max-length", 7)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "  1 of the rows kept are longer than max_length: their ends are not learned"
+
+
 def test_only_as_much_is_read_as_is_shown(chats, capsys):
     with chats.open("a") as file:
         file.write("{" * 1000)

@@ -36,6 +36,34 @@ def test_a_file_may_hold_turns_messages_and_prompts(tmp_path):
     )
 
 
+def test_messages_win_over_a_prompt_and_a_system_column_is_read(tmp_path):
+    """UltraChat's rows have their first question as `prompt` beside the messages."""
+    chat = [
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+        {"role": "assistant", "content": "<think>r</think>4"},
+    ]
+    system = {"role": "system", "content": "S"}
+    rows = [
+        {"prompt": "1", "messages": chat},
+        {"prompt": None, "turns": None, "messages": chat},
+        {"turns": 2, "conversations": chat, "messages": None},
+        {"prompt": "1", "turns": ["a", "b"], "system": "S", "messages": None},
+        {"prompt": "3", "system_prompt": "S", "history": [["1", "2"]], "messages": None},
+        {"prompt": None, "turns": None, "instruction": "3", "output": "4", "system": "S"},
+    ]
+    found = read_file(write(tmp_path / "mine.jsonl", rows)).prompts
+    assert found == [
+        Prompt(0, ("3",), tuple(chat[:2])),
+        Prompt(1, ("3",), tuple(chat[:2])),
+        Prompt(2, ("3",), tuple(chat[:2])),
+        Prompt(3, ("a", "b"), (system,)),
+        Prompt(4, ("3",), (system, *chat[:2])),
+        Prompt(5, ("3",), (system,)),
+    ]
+
+
 def test_the_first_prompts_of_a_shuffle_that_is_always_the_same(tmp_path):
     found = read_file(write(tmp_path / "mine.jsonl", [{"prompt": f"p{i}"} for i in range(50)]))
     few, more, everything = found.select(5), found.select(8), found.select(None)
@@ -51,6 +79,9 @@ def test_the_first_prompts_of_a_shuffle_that_is_always_the_same(tmp_path):
         ({"turns": []}, "must be a list of texts"),
         ({"turns": ["a", 3]}, "must be a list of texts"),
         ({"prompt": " "}, "must be a list of texts"),
+        ({"prompt": None, "messages": None}, "none of"),
+        ({"prompt": "x", "tools": [{}]}, "the row defines 'tools'"),
+        ({"turns": ["x"], "tools": [{}]}, "the row defines 'tools'"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "no user message"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
         ({"messages": [{"role": "tool", "content": "x"}, {"role": "user", "content": "x"}]}, "tool"),

@@ -1,21 +1,22 @@
-"""Answers written anew: kept as they were written, once each, whoever writes them and however often the run is killed.
+"""Regenerated answers: kept as they were written, once each, whoever writes them and however often the run is killed.
 
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
 
 import argparse
+import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from child import fork, wait_for_lines
 from fake_server import EOS, THINK_END, FakeServer, choice
+from tiny_v4 import nightly
 from transformers import AutoTokenizer
 
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
@@ -129,6 +130,64 @@ def test_a_stop_token_that_the_server_keeps_to_itself_is_learned_all_the_same(as
     assert sum(row["loss_mask"]) == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [("stop_reason", True), ("stop_reason", False), ("matched_stop", True), ("matched_stop", False), (None, True)],
+)
+def test_another_end_token_than_eos_is_the_answers_last(ask, server, tmp_path, name, kept):
+    """The model ended its answer with it: an EOS behind it would be a token that was never written."""
+    other = 2  # a special token of the tiny target
+    named = {} if name is None else {name: other}
+    server.reply = lambda body: choice(token_ids=[*server.spell("Yes"), *[other] * kept], **named)
+    ask([say("Hello", "an old answer", "And?", "")])
+    first, second = read_lines(tmp_path / "out.jsonl")
+    assert first["input_ids"][-4:] == [*server.spell("Yes"), other]
+    assert first["messages"][-1]["content"] == "Yes"
+    assert second["messages"][:2] == first["messages"]
+    assert (first["finish_reason"], first["token_ids"]) == ("stop", "exact")
+
+
+def test_another_end_token_is_the_last_of_a_text_too(ask, server, tmp_path):
+    server.reply = lambda body: choice(text="Yes", stop_reason=2)
+    ask([say("Hello")])
+    (row,) = read_lines(tmp_path / "out.jsonl")
+    assert row["input_ids"][-1] == 2
+    assert EOS not in row["input_ids"]
+
+
+@pytest.mark.parametrize("keys", [{"stop_reason": "\n"}, {"matched_stop": "END"}])
+@pytest.mark.parametrize("answer", [{"token_ids": [20]}, {"text": "Yes"}])
+def test_an_answer_ended_by_a_stop_string_of_the_server_fails(ask, server, tmp_path, keys, answer):
+    server.reply = lambda body: choice(**answer, **keys)
+    assert ask([say("Hello")]).num_failed == 1
+    reason = read_lines(tmp_path / "out.failed.jsonl")[0]["reason"]
+    assert f"stopped at {next(iter(keys.values()))!r}, where the model had not ended" in reason
+
+
+def test_think_tags_in_the_text_of_a_server_are_no_reasoning(ask, server, tokenizer, tmp_path):
+    server.reply = lambda body: choice(text="<think>hm</think>yes")
+    ask([say("A", "<think>old</think>old", "B", "")], mode="thinking")
+    for row in read_lines(tmp_path / "out.jsonl"):
+        assert row["messages"][-1] == {"role": "assistant", "reasoning": "hm", "content": "yes"}
+        assert tokenizer.decode(row["input_ids"]).endswith(f"<think>hm</think>yes{EOS_TOKEN}")
+        assert tokenizer.decode(row["input_ids"]).count("<think>") == 1
+    assert ask([say("A")], out=tmp_path / "plain.jsonl").num_failed == 1
+    assert "in non-thinking mode" in read_lines(tmp_path / "plain.failed.jsonl")[0]["reason"]
+
+
+def test_think_tokens_that_a_model_opens_itself_are_kept_as_ids_and_not_told_to_later_turns(
+    ask, server, tokenizer, tmp_path
+):
+    (start,) = tokenizer.convert_tokens_to_ids(["<think>"])
+    ids = [start, *server.spell("hm"), THINK_END, *server.spell("yes"), EOS]
+    server.reply = lambda body: choice(token_ids=ids)
+    ask([say("A", "", "B", "")])
+    first, second = read_lines(tmp_path / "out.jsonl")
+    assert first["input_ids"][-len(ids) :] == ids
+    assert first["messages"][-1] == {"role": "assistant", "reasoning": "hm", "content": "yes"}
+    assert second["input_ids"][: -len(ids)] == prompt_of(say("A", "yes", "B")["messages"], tokenizer)
+
+
 def test_the_output_is_training_data_whose_mask_is_the_answer(ask, tokenizer, tmp_path):
     ask([say("Hello", ""), say("What is 3 + 4?", "", "And 5?", "")])
     rows = read_lines(tmp_path / "out.jsonl")
@@ -162,8 +221,9 @@ def test_later_turns_see_the_new_answers(ask, server, tokenizer, tmp_path):
             say("Hi", "Re: Hi"),
         ),
         ({"instruction": "Add.", "input": "", "output": "2"}, "Add.", say("Add.", "Re: Add.")),
+        ({"prompt": "Hi", "input_ids": [1, 2], "loss_mask": [0, 1]}, "Hi", say("Hi", "Re: Hi")),
     ],
-    ids=["ends with the user", "ShareGPT", "Alpaca"],
+    ids=["ends with the user", "ShareGPT", "Alpaca", "a prompt, and tokens"],
 )
 def test_every_row_format_is_answered(ask, server, tmp_path, row, question, messages):
     ask([row])
@@ -364,7 +424,7 @@ def test_an_answer_that_is_none_fails_with_its_reason(ask, server, tmp_path, ans
 def test_a_server_that_goes_away_stops_the_run_and_costs_nothing(ask, server, tmp_path):
     rows = [say(f"Q{i}") for i in range(60)]
     server.reply = lambda body: server.echo(body) if len(server.requests) < 20 else None
-    with pytest.raises(OSError, match="is gone .*goes on where this run stopped"):
+    with pytest.raises(OSError, match="is gone .*again to resume"):
         ask(rows, writer={"retries": 0})
     assert len(server.requests) < 40
     server.reply = server.echo
@@ -421,25 +481,34 @@ def test_a_finished_run_asks_nothing(ask, server):
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_with_the_rows_of_one_that_was_not(ask, server, tmp_path):
-    """https://github.com/deepseek-ai/DeepSpec/issues/35"""
+@pytest.mark.parametrize("moments", [(1, 30, 59), nightly((1, 2, 3, 10, 20, 30, 40, 50, 58, 59))], ids=len)
+def test_a_run_killed_at_any_moment_ends_with_the_rows_of_one_that_was_not(ask, server, tmp_path, moments):
+    """After the first of 60 answers, in the middle, before the last; others have been asked for each time.
+
+    https://github.com/deepseek-ai/DeepSpec/issues/35
+    """
     rows, out = [say(f"Q{i}", "", f"R{i}") for i in range(30)], tmp_path / "killed.jsonl"
     ask(rows, out=tmp_path / "whole.jsonl")
-    server.reply = lambda body: time.sleep(0.02) or server.echo(body)
-    source = (
-        "import argparse, sys; from hyperdflash.training import regenerate;"
-        "parser = argparse.ArgumentParser(); regenerate.add_parser(parser.add_subparsers());"
-        "args = parser.parse_args(); sys.exit(args.run(args))"
-    )
     options = ["--server", server.url, "--model", "v4", "--tokenizer", TINY, "--concurrency", "3", "--output", out]
-    arguments = [sys.executable, "-c", source, "regenerate", tmp_path / "in.jsonl", *options]
-    for num_lines in (1, 20, 43):
-        process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        while process.poll() is None and (not out.exists() or out.read_bytes().count(b"\n") < num_lines):
-            time.sleep(0.002)
-        os.kill(process.pid, signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert subprocess.run(arguments, capture_output=True).returncode == 0
+    num_written = 0
+    for num_lines in moments:
+        numbers, is_killed = itertools.count(num_written), threading.Event()
+
+        def reply(body, numbers=numbers, is_killed=is_killed, num_lines=num_lines):
+            if next(numbers) < num_lines:
+                return server.echo(body)
+            is_killed.wait()  # then hang up
+
+        server.reply = reply
+        pid = fork(lambda: run_command(tmp_path / "in.jsonl", *options))
+        wait_for_lines(out, num_lines, pid)
+        os.kill(pid, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        is_killed.set()
+        num_written = out.read_bytes().count(b"\n")
+        assert num_written == num_lines
+    server.reply = server.echo
+    assert run_command(tmp_path / "in.jsonl", *options) == 0
     assert by_source(out) == by_source(tmp_path / "whole.jsonl")
 
 
@@ -560,7 +629,7 @@ def run_command(*args) -> int:
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
         (["--target", TINY, "--effort", "most"], "unknown effort 'most'"),
         (["--target", "no/such/folder/at all"], "no folder here"),
-        (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "starts with http"),
+        (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "must start with http"),
         (["--server", "http://127.0.0.1:9", "--model", "v4", "--tokenizer", TINY], "no server answers at"),
         (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "serves no model 'v5', but v4"),
         (["--server", "URL", "--model", "v4", "--tokenizer", TINY, "--api-key-env", "NO_SUCH"], "NO_SUCH"),

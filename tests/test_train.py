@@ -14,16 +14,16 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
+from child import fork
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
-from tiny_v4 import tiny_target
+from tiny_v4 import nightly, tiny_target
 from transformers import AutoModel, DeepseekV4ForCausalLM
 
 from hyperdflash import __main__ as cli
@@ -485,8 +485,9 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stop
         state.write_text(state.read_text()[:200])
     else:
         state.unlink()
-        for file in (stopped / "checkpoint-6").iterdir() if remains == "nothing at all" else []:
-            file.unlink()
+        if remains == "nothing at all":
+            shutil.rmtree(stopped / "checkpoint-6")
+            (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "junk").write_text("of the killed run")
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
     assert result.status == 0, result.err
@@ -579,20 +580,6 @@ def test_several_gpus_in_one_process_are_refused(world, monkeypatch):
         train.make_trainer(args, None)
 
 
-def fork(function) -> int:
-    """Run `function` in a child; returns its pid. Its status is the function's value, 99 after an exception."""
-    pid = os.fork()
-    if pid == 0:
-        status = 99
-        try:
-            status = function()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return pid
-
-
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_are_good(world, trained, tmp_path, file):
     """The disk is a limit on the size of files here, reached at step 6."""
@@ -623,38 +610,79 @@ def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_are_good(world,
     assert_equal_weights(last_weights(run), last_weights(trained))
 
 
-MANY_STEPS = {"num_train_epochs": 10, "save_steps": 2, "save_total_limit": 2, "num_anchors": 2}
+class KilledRuns:
+    """A run that nothing stops, and one of the same recipe, of four steps an epoch, that a test kills and starts."""
 
+    def __init__(self, world, folder: Path, num_epochs: int):
+        self.folder, self.num_steps = folder, 4 * num_epochs
+        options = {"num_train_epochs": num_epochs, "save_steps": 2, "save_total_limit": 2, "num_anchors": 2}
+        for name in ("whole", "killed"):
+            world.write_recipe(folder / f"{name}.yaml", output_dir=str(folder / name), **options)
+        assert os.waitpid(self.start("whole"), 0)[1] == 0
 
-@pytest.mark.slow
-def test_a_run_killed_at_ten_random_moments_ends_as_an_uninterrupted_one(world, tmp_path):
-    """The same losses and the very same weights; whatever a kill leaves behind is put right by the next start."""
-
-    def run_in_child(name, *arguments) -> int:
-        recipe = world.write_recipe(tmp_path / f"{name}.yaml", output_dir=str(tmp_path / name), **MANY_STEPS)
+    def start(self, name="killed", before=lambda: None) -> int:
+        """In a child, where `before` is called first; returns its pid."""
 
         def child():
-            with (tmp_path / f"{name}.log").open("w") as log, contextlib.redirect_stdout(log):
-                return cli.main(["train", str(recipe), *arguments])
+            before()
+            with (self.folder / f"{name}.log").open("w") as log, contextlib.redirect_stdout(log):
+                return cli.main(["train", str(self.folder / f"{name}.yaml"), "resume_from_checkpoint=true"])
 
         return fork(child)
 
-    assert os.waitpid(run_in_child("whole"), 0)[1] == 0
-    generator, steps = random.Random(0), []
+    def end(self) -> None:
+        """Nothing kills the last start: the same losses and the very same weights as if nothing ever had."""
+        assert os.waitpid(self.start(), 0)[1] == 0
+        killed, whole = self.folder / "killed", self.folder / "whole"
+        assert logged(killed) == logged(whole)
+        assert len(logged(whole)) == self.num_steps
+        assert_equal_weights(last_weights(killed), last_weights(whole))
+        last = {f"checkpoint-{self.num_steps - 2}", f"checkpoint-{self.num_steps}"}
+        assert {p.name for p in list_checkpoints(killed)} == last
+        published = [folder / "final" / "model.safetensors" for folder in (killed, whole)]
+        assert published[0].read_bytes() == published[1].read_bytes()
+
+
+def kill_at(owner, name: str, path: str) -> None:
+    """From now on this process is killed where it calls `owner.name` for a path that ends with `path`."""
+    own = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        if any(str(arg).endswith(path) for arg in args):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return own(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_three_writes_ends_as_an_uninterrupted_one(world, tmp_path):
+    """In its first checkpoint, between weights and optimizer; in a middle one; and before the drafter to publish has
+    its name. Whatever a kill leaves behind is put right by the next start."""
+    runs = KilledRuns(world, tmp_path, num_epochs=3)
+    for owner, name, path in (
+        (torch, "save", "checkpoint-2/optimizer.pt"),
+        (torch, "save", "checkpoint-6/rng_state.pth"),
+        (Path, "rename", ".final.partial"),
+    ):
+        pid = runs.start(before=lambda where=(owner, name, path): kill_at(*where))
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), path
+    assert not (tmp_path / "killed" / "final").exists()
+    runs.end()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_a_run_killed_at_ten_random_moments_ends_as_an_uninterrupted_one(world, tmp_path):
+    runs, generator, steps = KilledRuns(world, tmp_path, num_epochs=10), random.Random(0), []
     for _ in range(10):
         (tmp_path / "killed.log").unlink(missing_ok=True)
-        pid, number = run_in_child("killed", "resume_from_checkpoint=true"), generator.randint(0, 3)
+        pid, number = runs.start(), generator.randint(0, 3)
         steps.append(wait_for_steps(tmp_path / "killed.log", number))
         time.sleep(generator.random() * (0.05 if number else 0.5))  # a start takes longer than a step
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1]), steps  # it was still running
-    assert os.waitpid(run_in_child("killed", "resume_from_checkpoint=true"), 0)[1] == 0
-    assert logged(tmp_path / "killed") == logged(tmp_path / "whole")
-    assert len(logged(tmp_path / "whole")) == 40
-    assert_equal_weights(last_weights(tmp_path / "killed"), last_weights(tmp_path / "whole"))
-    assert {p.name for p in list_checkpoints(tmp_path / "killed")} == {"checkpoint-38", "checkpoint-40"}
-    published = [tmp_path / name / "final" / "model.safetensors" for name in ("killed", "whole")]
-    assert published[0].read_bytes() == published[1].read_bytes()
+    runs.end()
 
 
 def wait_for_steps(log: Path, number: int) -> int:
@@ -691,8 +719,8 @@ raise SystemExit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind):
+@pytest.mark.parametrize(("kind", "stops"), [("ddp", False), ("fsdp", True), nightly("ddp", True)])
+def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind, stops):
     """What is printed is printed once, and a stopped run goes on to the very same weights."""
     (tmp_path / "sharded.py").write_text(SHARDED_ON_CPUS)
     program = ["-m", "hyperdflash"] if kind == "ddp" else [str(tmp_path / "sharded.py")]
@@ -707,11 +735,12 @@ def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind
     for name, tensor in last.items():
         torch.testing.assert_close(tensor, of_one[name], atol=1e-6, rtol=1e-4, msg=name)
     assert (tmp_path / "run" / "checkpoint-8" / "pytorch_model_fsdp.bin").exists() is (kind == "fsdp")
-    for folder in ("checkpoint-6", "checkpoint-8", "final"):
-        shutil.rmtree(tmp_path / "run" / folder)
-    again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
-    assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
-    assert_equal_weights(last_weights(tmp_path / "run"), last)
+    if stops:
+        for folder in ("checkpoint-6", "checkpoint-8", "final"):
+            shutil.rmtree(tmp_path / "run" / folder)
+        again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
+        assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
+        assert_equal_weights(last_weights(tmp_path / "run"), last)
     drafter = AutoModel.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)
     assert drafter.config.block_size == 4
 

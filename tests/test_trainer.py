@@ -1,7 +1,6 @@
 """The Trainer: gradients that do not depend on the cut of a batch, exact resuming, adapters, precision, evaluation."""
 
 import copy
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from tiny_v4 import MASK_TOKEN_ID, random_ids, tiny_drafter, tiny_target
+from tiny_v4 import MASK_TOKEN_ID, nightly, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.arguments import HyperDFlashTrainingArguments
@@ -392,7 +391,7 @@ def test_compiled_training_saves_plain_names_and_resumes_without_compiling(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, nightly(torch.float32)])
 def test_reducer_of_huge_streams_is_finite_compiled_or_not(dtype):
     """https://github.com/unslothai/unsloth-zoo/pull/859"""
     reducer = tiny_drafter(tiny_target()).reducer
@@ -451,56 +450,57 @@ def launch(folder: Path, script: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+LENGTHS = {"uneven": UNEVEN, "one has all": (30, 2, 2, 2, 2, 2), "few": (9, 14, 11)}
+
+# Everything that is run in two processes, in the same two: their start is dearer than the runs
 TWO_PROCESSES = """
-import json, sys, torch
+import sys, torch
 torch.set_num_threads(1)
 import test_trainer as t
 folder = sys.argv[1]
-lengths = json.loads(open(folder + "/lengths.json").read())
-rows = t.make_rows(lengths)
-trainer = t.make_trainer(folder + "/out", rows, per_device_train_batch_size=2, gradient_accumulation_steps=2,
-                         num_anchors=6, max_grad_norm=0.5, ddp_backend="gloo", ddp_find_unused_parameters=False,
-                         eval_rows=rows)
-trainer.train()
-assert trainer.args.world_size == 2
-evaluation = trainer.evaluate()
-if trainer.is_world_process_zero():
-    torch.save({"weights": t.weights(trainer.accelerator.unwrap_model(trainer.model)), "losses": t.losses(trainer),
-                "eval_loss": evaluation["eval_loss"]}, folder + "/result.pt")
+options = dict(per_device_train_batch_size=2, gradient_accumulation_steps=2, ddp_backend="gloo",
+               ddp_find_unused_parameters=False)
+
+def run(name, trainer):
+    trainer.train()
+    assert trainer.args.world_size == 2
+    result = {"weights": t.weights(trainer.accelerator.unwrap_model(trainer.model)), "losses": t.losses(trainer)}
+    if trainer.eval_dataset is not None:
+        result["eval_loss"] = trainer.evaluate()["eval_loss"]
+    if trainer.is_world_process_zero():
+        torch.save(result, f"{folder}/{name}.pt")
+
+for name, lengths in t.LENGTHS.items():
+    rows = t.make_rows(lengths)
+    run(name, t.make_trainer(f"{folder}/{name}", rows, num_anchors=6, max_grad_norm=0.5, eval_rows=rows, **options))
+trainer = t.make_lora_trainer(folder + "/lora", **options)
+run("lora", trainer)
 trainer.accelerator.end_training()
 """
 
 
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory) -> Path:
+    """The folder of the results of `TWO_PROCESSES`, by name."""
+    folder = tmp_path_factory.mktemp("two processes")
+    launch(folder, TWO_PROCESSES)
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("lengths", [UNEVEN, (30, 2, 2, 2, 2, 2), (9, 14, 11)], ids=["uneven", "one has all", "few"])
-def test_two_processes_take_the_step_of_one(tmp_path, lengths):
+@pytest.mark.parametrize("name", LENGTHS)
+def test_two_processes_take_the_step_of_one(tmp_path, two_processes, name):
     """Uneven label counts; processes without any supervised position; fewer samples than places in a step.
 
     https://github.com/huggingface/transformers/issues/34242
     """
-    (tmp_path / "lengths.json").write_text(json.dumps(list(lengths)))
-    launch(tmp_path, TWO_PROCESSES)
-    two = torch.load(tmp_path / "result.pt")
-    rows = make_rows(lengths)
+    two = torch.load(two_processes / f"{name}.pt")
+    rows = make_rows(LENGTHS[name])
     one = make_trainer(tmp_path, rows, num_anchors=6, max_grad_norm=0.5, eval_rows=rows)
     one.train()
     assert two["losses"] == pytest.approx(losses(one), abs=1e-5)
     assert_same_weights(two["weights"], weights(one.model), atol=1e-6, rtol=1e-4)
     assert two["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"], abs=1e-5)
-
-
-LORA_IN_TWO_PROCESSES = """
-import sys, torch
-torch.set_num_threads(1)
-import test_trainer as t
-trainer = t.make_lora_trainer(sys.argv[1] + "/out", per_device_train_batch_size=2, gradient_accumulation_steps=2,
-                              ddp_backend="gloo", ddp_find_unused_parameters=False)
-trainer.train()
-assert trainer.args.world_size == 2
-if trainer.is_world_process_zero():
-    torch.save(t.weights(trainer.accelerator.unwrap_model(trainer.model)), sys.argv[1] + "/result.pt")
-trainer.accelerator.end_training()
-"""
 
 
 def make_lora_trainer(folder, **options):
@@ -512,15 +512,15 @@ def make_lora_trainer(folder, **options):
 
 
 @pytest.mark.slow
-def test_lora_in_two_processes_with_activation_checkpointing_is_that_in_one(tmp_path):
+def test_lora_in_two_processes_with_activation_checkpointing_is_that_in_one(tmp_path, two_processes):
     """peft keeps an unused original of the reducer; it is frozen, so DDP does not wait for it.
 
     https://github.com/huggingface/peft/issues/899
     """
-    launch(tmp_path, LORA_IN_TWO_PROCESSES)
     one = make_lora_trainer(tmp_path)
     one.train()
-    assert_same_weights(torch.load(tmp_path / "result.pt"), weights(one.model), atol=1e-5, rtol=1e-3)
+    two = torch.load(two_processes / "lora.pt")["weights"]
+    assert_same_weights(two, weights(one.model), atol=1e-5, rtol=1e-3)
 
 
 # ---------------------------------------------------------------------------------------------------------- evaluation

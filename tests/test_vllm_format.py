@@ -163,6 +163,11 @@ def test_a_block_without_drafts_is_refused(target):
         vllm_config(tiny_drafter(target, block_size=1).config)
 
 
+def test_a_drafter_of_another_width_than_the_targets_is_refused(target):
+    with pytest.raises(ValueError, match="hidden_size 16 is not the target's 32: the plug-in has no code"):
+        vllm_config(tiny_drafter(target, hidden_size=16, reducer="fc").config)
+
+
 def test_heads_are_exported_under_their_own_names(target, tmp_path):
     folder = export(shaken(target, **HEADS["gated markov and confidence"]), tmp_path)
     tensors = load_file(folder / "model.safetensors")

@@ -9,11 +9,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+
+
+def nightly(*values):
+    """One more case of a parametrized test: `make test` leaves it out, `make nightly` runs it."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 MIXED = (SLIDING, CSA, HCA)

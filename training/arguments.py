@@ -7,7 +7,6 @@ set. An unknown key stops with a suggestion.
 """
 
 import difflib
-import inspect
 import sys
 import types
 import typing
@@ -20,7 +19,7 @@ from transformers import TrainingArguments
 
 from ..common.console import UsageError
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
-from .init import init_drafter
+from .init import OPTIONS
 
 FEATURES = ("online", "offline")
 KL_TEACHERS = ("mean_pool", "hc_head")
@@ -151,7 +150,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
         if self.eval_decode_prompts and not self.eval_data:
             raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
-        known = inspect.signature(init_drafter).parameters.keys() - {"target", "output", "revision"}
+        known = OPTIONS.keys() | {"seed"}
         for name in self.drafter:
             if name not in known:
                 raise RecipeError(f"drafter has no option {name!r}{_suggestion(name, known)}")

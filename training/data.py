@@ -1,28 +1,29 @@
 """Training data: rows to token ids and loss masks, in the DeepSeek-V4 encoding.
 
-`common/data_files.py` says what a row may look like. Tokens in a row (`input_ids` and `loss_mask`) win over its text;
-`mode` and
-`effort` in a row win over the caller's; null is the same as absent. The result is a memory-mapped `datasets.Dataset`,
-built once for the content of the files, the settings, the tokenizer and this code. Look at what comes out with
-`hyperdflash data preview`.
+`common/data_files.py` says what a row may look like. If a row has tokens (`input_ids` and `loss_mask`), they are used
+instead of its text; its `mode` and `effort` override the caller's; null is the same as absent. The result is a
+memory-mapped `datasets.Dataset`, cached by the content of the files, the settings, the tokenizer and this code.
+`hyperdflash data preview` shows it.
 
     .venv/bin/python -m pytest tests/test_data.py
 """
 
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
 from ..common import data_files as rows
-from ..common.console import progress_is_hidden  # noqa: F401, read_rows for those who import this
 from ..common.data_files import read_rows, to_messages  # noqa: F401, read_rows for those who import this
 
 if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
@@ -38,7 +39,7 @@ NO_ANCHOR = "fewer than two supervised tokens in a row"
 
 @dataclass(frozen=True)
 class EncodingSettings:
-    """How rows become tokens; `mode`, `effort` and `generation` as in [`encode_with_mask`], `max_length` in tokens.
+    """How rows become tokens: `mode`, `effort` and `generation` as in [`encode_with_mask`], `max_length` in tokens.
 
     Raises `ValueError` for values that the encoding does not have.
     """
@@ -59,19 +60,21 @@ class EncodingSettings:
 
 class Sample(NamedTuple):
     """One encoded row: `input_ids` `(T,)` int32 and `loss_mask` `(T,)` int8, 1 on tokens to be learned, cut at
-    `max_length`; the `mode` it is in; `reason`, why it cannot be trained on, or `""`."""
+    `max_length`; the `mode` it is in; `reason`, why it cannot be trained on, or `""`; whether it was cut."""
 
     input_ids: np.ndarray
     loss_mask: np.ndarray
     mode: str
     reason: str
+    is_cut: bool = False
 
 
-def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
+def encode_row(row: dict, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings) -> Sample:
     """Tokens and loss mask of one row. Raises `ValueError` for a row that cannot be encoded."""
     mode = settings.mode if row.get("mode") is None else row["mode"]
     written_for = row.get("generation")  # public data sets call text so, which says nothing here
-    if written_for in encoding.EFFORT_INSTRUCTIONS and written_for != settings.generation:
+    # A tuple compares, where the dict would have to hash what may be a list
+    if written_for in tuple(encoding.EFFORT_INSTRUCTIONS) and written_for != settings.generation:
         raise ValueError(
             f"the row was written for generation {written_for!r} of the encoding, not {settings.generation!r}: "
             f"set generation: {written_for}"
@@ -86,10 +89,10 @@ def encode_row(row: dict, tokenizer, settings: EncodingSettings) -> Sample:
         ids, mask = encoding.encode_with_mask(to_messages(row), tokenizer, **options)
         ids, mask = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
     kept = slice(settings.max_length)
-    return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]))
+    return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]), len(ids) > settings.max_length)
 
 
-def _given_tokens(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def _given_tokens(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[np.ndarray, np.ndarray]:
     if row.get("loss_mask") is None:
         raise ValueError("the row has input_ids but no loss_mask")
     ids, mask = _int_array("input_ids", row["input_ids"]), _int_array("loss_mask", row["loss_mask"])
@@ -122,10 +125,11 @@ def _why_left_out(whole_mask: np.ndarray, mask: np.ndarray) -> str:
 
 @dataclass
 class DataReport:
-    """What became of the rows.
+    """How many rows were kept, and why the others were not.
 
     Attributes:
         num_rows (`int`), num_kept (`int`): all rows, and those that can be trained on.
+        num_cut (`int`): rows kept whose end is cut off by `max_length`.
         counts (`dict[str, int]`): rows left out, by reason.
         examples (`dict[str, list[str]]`): up to three sources for each reason; for a bad row also what is wrong.
         files (`list[dict]`): `file` and `sha256` of each.
@@ -133,37 +137,49 @@ class DataReport:
 
     num_rows: int = 0
     num_kept: int = 0
+    num_cut: int = 0
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     files: list[dict] = field(default_factory=list)
 
-    def add(self, source: str, reason: str = "", error: str = "") -> None:
+    def add(self, source: str, sample: Sample, error: str = "") -> None:
         """Count one row."""
         self.num_rows += 1
+        reason = sample.reason
         if not reason:
             self.num_kept += 1
+            self.num_cut += sample.is_cut
             return
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(examples := self.examples.setdefault(reason, [])) < 3:
             examples.append(f"{source}: {error}" if error else source)
 
     def lines(self) -> list[str]:
-        """The report for people: a line of totals, then one for each reason."""
+        """The report as text: a line of totals, then one for each reason."""
         out = [f"{self.num_kept:,} of {self.num_rows:,} rows kept, {self.num_rows - self.num_kept:,} left out"]
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             more = "; ..." if count > len(self.examples[reason]) else ""
             out.append(f"  {count:,} left out: {reason} ({'; '.join(self.examples[reason])}{more})")
+        if self.num_cut:
+            out.append(f"  {self.num_cut:,} of the rows kept are longer than max_length: their ends are not learned")
         return out
 
+    def why_nothing_is_left(self) -> str:
+        """The report in one line, for an error; with the way to answers where there are only prompts."""
+        lines = [line.strip() for line in self.lines()]
+        if UNSUPERVISED in self.counts:
+            lines.append("`hyperdflash data regenerate` lets the target write the answers")
+        return "; ".join(lines)
 
-def load_data(files: list[str | Path], tokenizer, **kwargs) -> "datasets.Dataset":
+
+def load_data(files: list[str | Path], tokenizer: PreTrainedTokenizerBase, **kwargs) -> "datasets.Dataset":
     """[`load_data_with_report`] without the report."""
     return load_data_with_report(files, tokenizer, **kwargs)[0]
 
 
 def load_data_with_report(
     files: list[str | Path],
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     mode: str = "non-thinking",
     effort: str | None = None,
@@ -178,8 +194,8 @@ def load_data_with_report(
         files: as in [`read_rows`].
         tokenizer: the target's, with the control tokens of the DeepSeek-V4 encoding.
         mode, effort, generation: of the encoding, as in [`encode_with_mask`].
-        max_length: tokens that are kept of a row. The part of a cut answer that is kept is learned; it gets no EOS.
-        skip_bad_rows: leave rows out that are broken, rather than stop at the first one.
+        max_length: tokens that are kept of a row. What is left of a cut answer is learned, without an EOS.
+        skip_bad_rows: leave out rows that cannot be read, instead of stopping at the first one.
         num_proc: processes that encode.
 
     Returns:
@@ -188,8 +204,8 @@ def load_data_with_report(
 
     Raises:
         OSError: as in [`read_rows`], and when the cache cannot be written.
-        ValueError: for settings or a tokenizer that do not fit, a bad row (named by file and line), and when no row is
-            left.
+        ValueError: for wrong settings, a tokenizer without the control tokens, a bad row (named by file and line), and
+            when no row is left.
     """
     settings = EncodingSettings(mode, effort, generation, max_length)
     check_tokenizer(tokenizer, settings)
@@ -201,18 +217,38 @@ def load_data_with_report(
     if report.counts.get(BAD_ROW) and not skip_bad_rows:  # encoded earlier, when they were to be skipped
         raise ValueError(_stop_message(report.examples[BAD_ROW][0]))
     if not report.num_kept:
-        raise ValueError("no row is left to train on: " + "; ".join(line.strip() for line in report.lines()))
-    if report.counts:
+        raise ValueError(f"no row is left to train on: {report.why_nothing_is_left()}")
+    if report.counts:  # rows left out are in the cache too
         encoded = encoded.select(_where(encoded, ""))
     for line in report.lines():
         logger.info(line)
-    return encoded.remove_columns(["reason", "error"]), report
+    return encoded.remove_columns(["reason", "error", "is_cut"]), report
 
 
-def load_recipe_data(args, files: list[str], tokenizer) -> "tuple[datasets.Dataset, DataReport]":
-    """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features."""
+def load_recipe_data(
+    args, files: list[str], tokenizer: PreTrainedTokenizerBase
+) -> "tuple[datasets.Dataset, DataReport]":
+    """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features.
+
+    Raises `ValueError` too for a token that the run's target does not have.
+    """
     settings = {name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length", "skip_bad_rows")}
-    return load_data_with_report(files, tokenizer, **settings)
+    dataset, report = load_data_with_report(files, tokenizer, **settings)
+    check_vocabulary(dataset, AutoConfig.from_pretrained(args.target, revision=args.target_revision).vocab_size)
+    return dataset, report
+
+
+def check_vocabulary(dataset: "datasets.Dataset", vocab_size: int) -> None:
+    """Raises `ValueError` for a token id that a target with `vocab_size` tokens cannot look up."""
+    import pyarrow.compute as pc
+
+    largest = pc.max(pc.list_flatten(dataset.data.column("input_ids"))).as_py()
+    if largest >= vocab_size:
+        source = next(row["source"] for row in dataset if max(row["input_ids"]) >= vocab_size)
+        raise ValueError(
+            f"{source} has the token id {largest}, but the target has {vocab_size} tokens: "
+            "its tokenizer has tokens that the model does not have"
+        )
 
 
 def hash_data(dataset: "datasets.Dataset") -> str:
@@ -227,7 +263,7 @@ def hash_data(dataset: "datasets.Dataset") -> str:
     return digest.hexdigest()
 
 
-def hash_tokenizer(tokenizer) -> str:
+def hash_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """sha256 over everything that decides which ids a text gets; where the tokenizer came from does not enter."""
     if not tokenizer.is_fast:
         raise ValueError(f"{type(tokenizer).__name__} has no tokenizer.json; the data needs a fast tokenizer")
@@ -236,12 +272,19 @@ def hash_tokenizer(tokenizer) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_tokenizer(tokenizer, settings: EncodingSettings) -> None:
+def check_tokenizer(tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings) -> None:
     """Raise the `ValueError` for a tokenizer without the control tokens once, rather than for every row."""
     encoding.encode_with_mask([{"role": "user", "content": ""}], tokenizer, **settings.chat_options())
 
 
-def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) -> "datasets.Dataset":
+def _encode_all(
+    origins: list,
+    scans: list[tuple],
+    tokenizer: PreTrainedTokenizerBase,
+    settings: EncodingSettings,
+    skip_bad_rows: bool,
+    num_proc: int | None,
+) -> "datasets.Dataset":
     """All rows, also those left out, with the `reason` for it and the `error` of bad ones; from the cache if there."""
     import datasets
 
@@ -249,9 +292,9 @@ def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) ->
     contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
     fingerprint = _fingerprint(contents, settings, tokenizer)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "hyperdflash"
-    cache.mkdir(parents=True, exist_ok=True)
     options = {"origins": origins, "tokenizer": tokenizer, "settings": settings, "skip_bad_rows": skip_bad_rows}
-    with _progress_bars(datasets):
+
+    def encode(folder: Path) -> datasets.Dataset:
         return index.map(
             _encode_batch,
             batched=True,
@@ -260,11 +303,35 @@ def _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc) ->
             features=_features(datasets),
             fn_kwargs=options,
             num_proc=num_proc,
-            cache_file_name=str(cache / f"data-{fingerprint}.arrow"),
+            cache_file_name=str(folder / f"data-{fingerprint}.arrow"),
             load_from_cache_file=True,
             new_fingerprint=fingerprint,
             desc="Encoding data",
         )
+
+    with rows.quiet_datasets(), _cache_named(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        if not any(cache.glob(f"data-{fingerprint}*.arrow")):
+            # In a folder of its own: on a full disk, `datasets` leaves its temporary file behind
+            with TemporaryDirectory(dir=cache, prefix="part-") as part:
+                encode(Path(part))
+                for file in Path(part).iterdir():
+                    file.rename(cache / file.name)
+        return encode(cache)
+
+
+@contextmanager
+def _cache_named(cache: Path) -> Iterator[None]:
+    """A full disk has no name: Arrow says what it could not write, but not where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(cache):
+            raise
+        reason = " ".join((error.strerror or str(error)).split())
+        raise OSError(
+            error.errno, f"the data cache {cache} cannot be written ({reason}): free it, or set HF_DATASETS_CACHE"
+        ) from error
 
 
 def _make_index(scans: list[tuple]) -> dict[str, np.ndarray]:
@@ -287,29 +354,36 @@ def _features(datasets) -> "datasets.Features":
             "mode": Value("string"),
             "reason": Value("string"),
             "error": Value("string"),
+            "is_cut": Value("bool"),
         }
     )
 
 
-def _encode_batch(batch, origins, tokenizer, settings, skip_bad_rows) -> dict[str, list]:
-    columns = {name: [] for name in ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error")}
+def _encode_batch(
+    batch: dict, origins: list, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings, skip_bad_rows: bool
+) -> dict[str, list]:
+    names = ("input_ids", "loss_mask", "length", "source", "mode", "reason", "error", "is_cut")
+    columns = {name: [] for name in names}
     places = zip(batch["origin"], batch["position"], batch["number"], strict=True)
-    for i, group in groupby(places, key=lambda place: place[0]):
+    for i, group in groupby(places, key=lambda place: place[0]):  # a batch may go over the end of a file
         _, positions, numbers = zip(*group, strict=True)
         for number, row in zip(numbers, origins[i].read(positions), strict=True):
             source = f"{origins[i].name}:{number}"
             sample, error = encode_or_error(row, tokenizer, settings)
             if error and not skip_bad_rows:
                 raise ValueError(_stop_message(f"{source}: {error}"))
-            if sample.reason:
+            if sample.reason:  # stored all the same, so that the report can be made from the cache
                 sample = sample._replace(input_ids=sample.input_ids[:0], loss_mask=sample.loss_mask[:0])
-            values = (*sample[:2], len(sample.input_ids), source, sample.mode, sample.reason, error)
+            ids, mask, mode, reason, is_cut = sample
+            values = (ids, mask, len(ids), source, mode, reason, error, is_cut)
             for column, value in zip(columns.values(), values, strict=True):
                 column.append(value)
     return columns
 
 
-def encode_or_error(row: dict | ValueError, tokenizer, settings: EncodingSettings) -> tuple[Sample, str]:
+def encode_or_error(
+    row: dict | ValueError, tokenizer: PreTrainedTokenizerBase, settings: EncodingSettings
+) -> tuple[Sample, str]:
     """[`encode_row`] for what [`read_rows`] yields: the sample and `""`, or one without tokens whose reason is
     [`BAD_ROW`], and what is wrong with the row."""
     try:
@@ -322,7 +396,7 @@ def encode_or_error(row: dict | ValueError, tokenizer, settings: EncodingSetting
 
 
 def _stop_message(problem: str) -> str:
-    return f"{problem} (mend or remove the row, or set skip_bad_rows to leave such rows out)"
+    return f"{problem} (fix or remove the row, or set skip_bad_rows to leave such rows out)"
 
 
 def _make_report(encoded: "datasets.Dataset") -> DataReport:
@@ -330,7 +404,8 @@ def _make_report(encoded: "datasets.Dataset") -> DataReport:
 
     reasons = encoded.data.column("reason")
     counts = {item["values"]: item["counts"] for item in pc.value_counts(reasons).to_pylist()}
-    report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), counts=counts)
+    num_cut = pc.sum(pc.and_(encoded.data.column("is_cut"), pc.equal(reasons, ""))).as_py() or 0
+    report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), num_cut=num_cut, counts=counts)
     for reason in counts:
         examples = [encoded[int(i)] for i in _where(encoded, reason)[:3]]
         report.examples[reason] = [f"{row['source']}: {row['error']}".removesuffix(": ") for row in examples]
@@ -343,21 +418,10 @@ def _where(encoded: "datasets.Dataset", reason: str) -> np.ndarray:
     return np.flatnonzero(pc.equal(encoded.data.column("reason"), reason).to_numpy())
 
 
-def _fingerprint(contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer) -> str:
+def _fingerprint(
+    contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer: PreTrainedTokenizerBase
+) -> str:
     """Of everything that decides what is cached: files, settings, tokenizer, and the code that encodes."""
     code = [hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, rows.__file__, encoding.__file__)]
     facts = [contents, asdict(settings), hash_tokenizer(tokenizer), code]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-
-
-@contextmanager
-def _progress_bars(datasets):
-    """`datasets` draws its bars whether or not there is a terminal; here they follow this package's rule."""
-    change = progress_is_hidden() and not datasets.are_progress_bars_disabled()
-    if change:
-        datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if change:
-            datasets.enable_progress_bars()

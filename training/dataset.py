@@ -3,9 +3,17 @@
 Legend: B batch, T sequence, m residual paths, D hidden.
 """
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
+
+if TYPE_CHECKING:
+    import datasets
+
+    from .feature_store import OfflineFeatures
 
 NO_SAMPLE = -1  # fills the last batch of an epoch: a sample without tokens, which adds nothing to loss and gradient
 
@@ -18,7 +26,7 @@ class SampleDataset(Dataset):
         features (`OfflineFeatures`, *optional*): read in the loader's workers.
     """
 
-    def __init__(self, rows, features=None):
+    def __init__(self, rows: "datasets.Dataset", features: "OfflineFeatures | None" = None):
         self.rows, self.features = rows, features
 
     def __len__(self) -> int:
@@ -68,7 +76,7 @@ class EpochSampler(Sampler[int]):
     def __len__(self) -> int:
         return -(-len(self.lengths) // self.batch_size) * self.batch_size
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
         if self.group_by_length:

@@ -23,7 +23,6 @@ from ..common.console import check_installed
 from ..common.files import check_output, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..serving.vllm_format import check_servable, is_served, write_vllm
-from .init import copy_custom_generate
 from .model_card import check_matplotlib, has_picture, write_card
 from .run_folder import BASE_FOLDER, STATE_FILE, list_checkpoints, read_run, read_state
 
@@ -73,11 +72,7 @@ def export_drafter(
             write_vllm(folder, drafter)
         else:
             drafter.save_pretrained(folder)
-            copy_custom_generate(folder)
             write_card(folder, drafter.config, drafter.num_parameters(), run)
-        for path in folder.rglob("*"):
-            if path.is_file():
-                path.chmod(0o644)  # safetensors writes files that only their owner can read
     return output
 
 

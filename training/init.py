@@ -1,18 +1,16 @@
 """Make a drafter for a DeepSeek-V4 checkpoint: `hyperdflash init TARGET OUT`.
 
-    hyperdflash init deepseek-ai/DeepSeek-V4-Flash drafter                 # a Hub id: fetches up to three shards
+    hyperdflash init deepseek-ai/DeepSeek-V4-Flash drafter                 # a Hub id: fetches a few tensors
     hyperdflash init examples/tiny/target drafter --mask-token-id 3        # seconds on a CPU
 
 Of the target only `config.json`, the safetensors index and a few tensors are read: hc_head's three, the final norm and
-four embedding rows, from the shards that hold them, in the official naming or in transformers'. None of them is ever
-quantised. The result is a Hub folder: configuration, random weights around the inherited gate, the code, and
-`custom_generate/`.
+four embedding rows, in the official naming or in transformers' own. Checkpoints never quantise them. The result is a
+Hub folder: configuration, random weights around the inherited gate, the code, and `custom_generate/`.
 """
 
 import argparse
 import json
 import logging
-import shutil
 from pathlib import Path
 
 import torch
@@ -23,14 +21,47 @@ from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
 from ..common.files import check_output, written_whole
 from ..configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
-from ..pairing_hyperdflash import special_token_name, target_fingerprint
+from ..pairing_hyperdflash import SPECIAL_TOKENS, special_token_name, target_fingerprint
 
 logger = logging.getLogger(__name__)
 
 V4_VOCAB_SIZE, V4_MASK_TOKEN_ID = 129280, 128799  # DeepSeek's own drafters use this token for the slots to predict
 
 
-# ---------------------------------------------------------------------------------------------------------- the target
+# Options of a new drafter, which are fields of HyperDFlashConfig (documented there), and their flags
+OPTIONS = {
+    "block_size": {"type": int, "help": "positions of a block, the anchor included (default: 7)"},
+    "mask_token_id": {"type": int, "help": "needed unless the vocabulary is V4's 129,280 (default there: 128799)"},
+    "context_source": {"choices": CONTEXT_SOURCES, "help": "what is read of the target (default: pre_hc_head)"},
+    "target_layer_ids": {
+        "type": int,
+        "nargs": "+",
+        "metavar": "I",
+        "help": "for hidden_layers (default: one for each drafter layer, evenly spaced)",
+    },
+    "reducer": {"choices": REDUCERS, "help": "default: hc_gate wherever it can be inherited, else fc"},
+    "reducer_path_norm": {"action": argparse.BooleanOptionalAction, "help": "norm of each path (default: yes)"},
+    "draft_head": {"choices": DRAFT_HEADS, "help": "markov is beyond the paper (default: none)"},
+    "markov_rank": {"type": int, "help": "rank of the Markov head (default: 256)"},
+    "markov_gate": {"action": "store_true", "help": "the slot's hidden state weighs the bias's parts (default: no)"},
+    "draft_confidence": {"action": "store_true", "help": "draft only what is worth verifying (default: no)"},
+    "verify_cost": {"type": float, "help": "of one more draft, as a share of a round without drafts (default: 0.03)"},
+    "hidden_size": {"type": int, "help": "width (default: the target's)"},
+    "intermediate_size": {"type": int, "help": "width of the MLP (default: 3 x hidden size)"},
+    "num_hidden_layers": {"type": int, "help": "layers (default: 5 from a width of 1024 on, else 2)"},
+    "num_attention_heads": {"type": int, "help": "default: as many as make up the width"},
+    "num_key_value_heads": {"type": int, "help": "default: a quarter of the heads"},
+    "head_dim": {"type": int, "help": "default: 128, and less for a width below 1024"},
+    "sliding_window": {"type": int, "help": "positions that a slot can see, itself included (default: 2048)"},
+}
+
+# Options that do nothing without another one
+_NEEDED = {
+    "markov_rank": ("draft_head", "markov"),
+    "markov_gate": ("draft_head", "markov"),
+    "verify_cost": ("draft_confidence", True),
+    "reducer_path_norm": ("reducer", "hc_gate"),
+}
 
 
 # --------------------------------------------------------------------------------------------------------- the drafter
@@ -61,20 +92,23 @@ def spread_layers(num_target_layers: int, num_layers: int) -> list[int]:
 
 
 def choose_mask_token(target: DeepseekV4Config, mask_token_id: int | None) -> int:
-    """The mask token, checked. Raises `ValueError` when none is given for a vocabulary that is not V4's, or when it is
-    outside the vocabulary or one of the target's special tokens."""
+    """The mask token, checked.
+
+    Raises `ValueError` when none is given for a vocabulary that is not V4's, and for one that is outside the
+    vocabulary or one of the target's special tokens.
+    """
     V = target.vocab_size
     if mask_token_id is None:
         if V != V4_VOCAB_SIZE:
             raise ValueError(
-                f"which token of the target's {V} is free for use as the mask is not known (V4-Flash's is "
-                f"{V4_MASK_TOKEN_ID} of {V4_VOCAB_SIZE}): say it with --mask-token-id (mask_token_id=)"
+                f"the target has a vocabulary of {V} tokens, not V4's {V4_VOCAB_SIZE}, so its mask token is unknown: "
+                "name one that texts do not use with --mask-token-id (mask_token_id=)"
             )
         mask_token_id = V4_MASK_TOKEN_ID
     if not 0 <= mask_token_id < V:
         raise ValueError(f"mask_token_id {mask_token_id} is outside the target's vocabulary of {V} tokens")
     if name := special_token_name(mask_token_id, target):
-        raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose a token of its own")
+        raise ValueError(f"mask_token_id {mask_token_id} is the target's {name}: choose another token")
     return mask_token_id
 
 
@@ -89,130 +123,103 @@ def why_no_gate(context_source: str, hidden_size: int, target: DeepseekV4Config,
     return None
 
 
-def drafter_config(
-    target: DeepseekV4Config,
-    *,
-    has_hc_head: bool = True,
-    reducer: str | None = None,
-    context_source: str = "pre_hc_head",
-    mask_token_id: int | None = None,
-    hidden_size: int | None = None,
-    target_layer_ids: list[int] | None = None,
-    num_attention_heads: int | None = None,
-    head_dim: int | None = None,
-    **kwargs,
-) -> HyperDFlashConfig:
-    """The drafter's configuration for a target's; arguments and errors as in `init_drafter`, None for the default."""
-    hidden_size = hidden_size or target.hidden_size
-    reason = why_no_gate(context_source, hidden_size, target, has_hc_head)
-    if reducer == "hc_gate" and reason:
+def drafter_config(target: DeepseekV4Config, *, has_hc_head: bool = True, **options) -> HyperDFlashConfig:
+    """The configuration of a new drafter for a target's; options and errors as in `init_drafter`."""
+    if unknown := sorted(options.keys() - OPTIONS.keys()):
+        raise TypeError(f"a new drafter has no option {', '.join(unknown)}; its options are {', '.join(OPTIONS)}")
+    given = {name: value for name, value in options.items() if value is not None}
+    source = given.setdefault("context_source", "pre_hc_head")
+    width = given.setdefault("hidden_size", target.hidden_size)
+    reason = why_no_gate(source, width, target, has_hc_head)
+    if given.get("reducer") == "hc_gate" and reason:
         raise ValueError(f"reducer 'hc_gate' cannot be inherited: {reason}. Leave reducer out for 'fc'")
-    if reducer is None and reason:
+    if "reducer" not in given and reason:
         logger.warning(f"reducer 'fc' (a dense projection) instead of 'hc_gate': {reason}")
-    sizes = default_sizes(hidden_size, num_attention_heads, head_dim)
-    sizes.update({name: value for name, value in kwargs.items() if value is not None})
-    if context_source == "hidden_layers" and target_layer_ids is None:
-        target_layer_ids = spread_layers(target.num_hidden_layers, sizes["num_hidden_layers"])
-    mask_token_id = choose_mask_token(target, mask_token_id)
+    given.setdefault("reducer", "fc" if reason else "hc_gate")
+    given = {**default_sizes(width, given.get("num_attention_heads"), given.get("head_dim")), **given}
+    if source == "hidden_layers" and "target_layer_ids" not in given:
+        given["target_layer_ids"] = spread_layers(target.num_hidden_layers, given["num_hidden_layers"])
+    given["mask_token_id"] = choose_mask_token(target, given.get("mask_token_id"))
     try:
-        return HyperDFlashConfig(
-            mask_token_id=mask_token_id,
-            context_source=context_source,
-            target_layer_ids=target_layer_ids,
-            reducer=reducer or ("fc" if reason else "hc_gate"),
+        config = HyperDFlashConfig(
             hc_mult=target.hc_mult,
             hc_eps=target.hc_eps,
             target_hidden_size=target.hidden_size,
             target_num_hidden_layers=target.num_hidden_layers,
             vocab_size=target.vocab_size,
-            hidden_size=hidden_size,
             rms_norm_eps=target.rms_norm_eps,
             max_position_embeddings=target.max_position_embeddings,
-            **sizes,
+            **{name: getattr(target, name, None) for name in SPECIAL_TOKENS},
+            **given,
         )
     except StrictDataclassError as error:
         raise ValueError(str(error.__cause__ or error)) from error
+    check_useful(config, given)
+    return config
+
+
+def check_useful(config: HyperDFlashConfig, given: dict) -> None:
+    """Raises `ValueError` for a drafter that could be made but not draft, and for given options that do nothing."""
+    if config.block_size < 2:
+        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
+    # The last slot of a block sees `sliding_window - block_size` positions before the anchor
+    if "sliding_attention" in config.layer_types and config.sliding_window <= config.block_size:
+        raise ValueError(
+            f"sliding_window {config.sliding_window} hides all context from the last slot of a block of "
+            f"{config.block_size} positions: it must be larger than block_size"
+        )
+    for name, (other, value) in _NEEDED.items():
+        default = getattr(HyperDFlashConfig, name)
+        if given.get(name, default) != default and getattr(config, other) != value:
+            raise ValueError(f"{name}={given[name]} needs {other}={value}, and {other} is {getattr(config, other)}")
+
+
+def warn_of_ordinary_token(checkpoint: TargetCheckpoint, token_id: int) -> None:
+    """Warn of a mask token that is an ordinary word of the target's, if its tokenizer can be read."""
+    try:
+        tokenizer = json.loads(checkpoint.file("tokenizer.json").read_text(encoding="utf-8"))
+        added = {token["id"] for token in tokenizer["added_tokens"]}
+        words = {index: word for word, index in tokenizer["model"]["vocab"].items()}
+    except (OSError, ValueError, KeyError, AttributeError):  # no such file, or not one that transformers wrote
+        return
+    if added and token_id not in added and token_id in words:
+        logger.warning(
+            f"mask_token_id {token_id} is {words[token_id]!r}, an ordinary token of the target's texts: a special or "
+            f"unused one serves better (special ones are {', '.join(map(str, sorted(added)[:8]))}, ...)"
+        )
 
 
 def init_drafter(
-    target: str | Path,
-    output: str | Path,
-    *,
-    num_hidden_layers: int | None = None,
-    block_size: int = 7,
-    reducer: str | None = None,
-    reducer_path_norm: bool | None = None,
-    context_source: str = "pre_hc_head",
-    mask_token_id: int | None = None,
-    hidden_size: int | None = None,
-    intermediate_size: int | None = None,
-    num_attention_heads: int | None = None,
-    num_key_value_heads: int | None = None,
-    head_dim: int | None = None,
-    sliding_window: int | None = None,
-    target_layer_ids: list[int] | None = None,
-    draft_head: str | None = None,
-    markov_rank: int | None = None,
-    markov_gate: bool | None = None,
-    draft_confidence: bool | None = None,
-    verify_cost: float | None = None,
-    revision: str | None = None,
-    seed: int = 0,
+    target: str | Path, output: str | Path, *, revision: str | None = None, seed: int = 0, **options
 ) -> Path:
     """Make a drafter folder for a target: its gate inherited, everything else random.
 
     Args:
         target: a folder or Hub id of a DeepSeek-V4 checkpoint; stored as its Hub id or the folder's own name.
         output: the folder to be made; it must not exist or be empty.
-        block_size: positions of a block, the anchor included.
-        reducer: `"hc_gate"` wherever the gate can be inherited, else `"fc"`, which a warning then says. `"mean"` and
-            `"fc"` can be asked for.
-        reducer_path_norm: whether the gate weighs normed paths, by default true; off, it is the target's own collapse.
-        mask_token_id: a token of the target that texts do not use; needed unless the vocabulary is V4's 129,280.
-        hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim: sizes of
-            the drafter, by default those of `default_sizes` at the target's width.
-        target_layer_ids: for `context_source="hidden_layers"`, by default one for each drafter layer, evenly spaced.
-        draft_head, markov_rank, markov_gate, draft_confidence, verify_cost: heads beyond the paper, by default none.
-            See [`HyperDFlashConfig`].
         revision: branch, tag or commit of a Hub id; the commit is stored.
         seed: of the random weights.
+        options: fields of [`HyperDFlashConfig`], where they are documented; `OPTIONS` lists them. None stands for the
+            default: sizes by `default_sizes` at the target's width, `reducer` `"hc_gate"` wherever the gate can be
+            inherited and else `"fc"`, which a warning then says. `mask_token_id` is needed unless the vocabulary is
+            V4's 129,280: a token that texts do not use.
 
     Returns the folder's path.
 
-    Raises `ValueError` for a target that is not DeepSeek-V4 or options that contradict it, `OSError` when `output` is
-    in use or a file of the target is missing. Nothing is left behind then.
+    Raises `ValueError` for a target that is not DeepSeek-V4 or options that contradict it or each other, `TypeError`
+    for an unknown option, `OSError` when `output` is in use or a file of the target is missing. Nothing is left behind
+    then.
     """
     output = check_output(output)
     checkpoint = TargetCheckpoint(target, revision)
     has_hc_head = any(name in checkpoint for name in GATE_TENSORS)
-    config = drafter_config(
-        checkpoint.config,
-        has_hc_head=has_hc_head,
-        reducer=reducer,
-        reducer_path_norm=reducer_path_norm,
-        context_source=context_source,
-        mask_token_id=mask_token_id,
-        hidden_size=hidden_size,
-        target_layer_ids=target_layer_ids,
-        num_attention_heads=num_attention_heads,
-        head_dim=head_dim,
-        num_hidden_layers=num_hidden_layers,
-        block_size=block_size,
-        intermediate_size=intermediate_size,
-        num_key_value_heads=num_key_value_heads,
-        sliding_window=sliding_window,
-        draft_head=draft_head,
-        markov_rank=markov_rank,
-        markov_gate=markov_gate,
-        draft_confidence=draft_confidence,
-        verify_cost=verify_cost,
-    )
+    config = drafter_config(checkpoint.config, has_hc_head=has_hc_head, **options)
+    warn_of_ordinary_token(checkpoint, config.mask_token_id)
     tensors = read_identity(checkpoint, has_hc_head)
     config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
     model = new_drafter(config, tensors, seed)
     with written_whole(output) as folder:
         model.save_pretrained(folder)
-        copy_custom_generate(folder)
     return output
 
 
@@ -230,13 +237,6 @@ def new_drafter(config: HyperDFlashConfig, tensors: dict[str, torch.Tensor], see
     return model
 
 
-def copy_custom_generate(folder: str | Path) -> None:
-    """Add `custom_generate/`, which `save_pretrained` does not know of, to a drafter's folder."""
-    destination = Path(folder) / "custom_generate"
-    destination.mkdir(exist_ok=True)
-    shutil.copyfile(Path(__file__).parents[1] / "custom_generate" / "generate.py", destination / "generate.py")
-
-
 # ---------------------------------------------------------------------------------------------------- the command line
 
 
@@ -251,49 +251,30 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     )
     parser.add_argument("target", metavar="TARGET", help="folder or Hub id of the DeepSeek-V4 checkpoint")
     parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub id")
-    parser.add_argument(
-        "--block-size", type=int, default=7, help="positions of a block, the anchor included (default 7)"
-    )
-    parser.add_argument("--mask-token-id", type=int, help="needed unless the vocabulary is V4's 129,280")
-    parser.add_argument("--context-source", choices=CONTEXT_SOURCES, default="pre_hc_head")
-    parser.add_argument("--reducer", choices=REDUCERS, help="default: hc_gate wherever it can be inherited, else fc")
-    parser.add_argument(
-        "--target-layer-ids", type=int, nargs="+", metavar="I", help="for --context-source hidden_layers"
-    )
-    parser.add_argument("--draft-head", choices=DRAFT_HEADS, default="none", help="markov: beyond the paper")
-    parser.add_argument("--markov-gate", action="store_true", help="the slot's hidden state weighs the bias's parts")
-    parser.add_argument("--draft-confidence", action="store_true", help="draft only what is worth verifying")
-    parser.add_argument(
-        "--verify-cost", type=float, default=0.03, help="of one more draft, as a share of a round without drafts"
-    )
-    for name in _SIZE_OPTIONS:
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
+    parser.add_argument("--revision", help="branch, tag or commit of a Hub id (default: main)")
+    for name, flag in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", default=None, **flag)
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights (default: 0)")
     parser.set_defaults(run=run)
     return parser
 
 
-_SIZE_OPTIONS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "sliding_window",
-    "markov_rank",
-)
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `init_drafter` raises."""
-    names = ("revision", "block_size", "mask_token_id", "context_source", "reducer", "target_layer_ids", "seed")
-    names += ("draft_head", "markov_gate", "draft_confidence", "verify_cost", *_SIZE_OPTIONS)
-    output = init_drafter(args.target, args.output, **{name: getattr(args, name) for name in names})
-    config = json.loads((output / "config.json").read_text())
+    output = init_drafter(
+        args.target,
+        args.output,
+        revision=args.revision,
+        seed=args.seed,
+        **{name: getattr(args, name) for name in OPTIONS},
+    )
+    config = HyperDFlashConfig.from_pretrained(output)
+    with torch.device("meta"):
+        number = HyperDFlashModel(config).num_parameters()
+    size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
     print(
-        f"{output}: a drafter of {config['num_hidden_layers']} layers for {config['target_name_or_path']}, "
-        f"reducer {config['reducer']}, {config['block_size'] - 1} drafts a block. It is untrained"
+        f"{output}: a drafter of {config.num_hidden_layers} layers for {config.target_name_or_path}, "
+        f"reducer {config.reducer}, {config.block_size - 1} drafts per block, {number:,} parameters, {size:,} bytes. "
+        "It is untrained"
     )
     return 0

@@ -1,9 +1,9 @@
-"""`hyperdflash data preview FILE...`: what training will see of the first rows, token by token.
+"""`hyperdflash data preview FILE...`: the first rows as training sees them, token by token.
 
     hyperdflash data preview data.jsonl --tokenizer examples/tiny/target
     hyperdflash data preview data.jsonl --tokenizer deepseek-ai/DeepSeek-V4-Flash --mode thinking
 
-Learned tokens (loss mask 1) are green in a terminal, and in ⟦brackets⟧ where there is no colour.
+Learned tokens (loss mask 1) are green in a terminal and in ⟦brackets⟧ without colour.
 """
 
 import argparse
@@ -15,19 +15,20 @@ from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..common.console import visible
 from ..encoding_deepseek_v4 import MODES
 from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
 
-# Styles of neighbouring tokens alternate, so that their borders can be seen.
+# Neighbouring tokens alternate between two styles, so that you can see where they end.
 LEARNED, CONTEXT = ("bold green", "bold green underline"), ("", "dim")
 CONTROL, LEARNED_CONTROL = "bold magenta", "bold green reverse"
 
 
 class Piece(NamedTuple):
-    """A token, or the few that make up one character: its `text`, its `token_ids`, what the loss mask says."""
+    """A token, or the few that make up one character: its `text`, its `token_ids`, whether it is learned, and whether
+    it is a control token."""
 
     text: str
     token_ids: list[int]
@@ -35,7 +36,7 @@ class Piece(NamedTuple):
     is_control: bool
 
 
-def make_pieces(sample: Sample, tokenizer) -> list[Piece]:
+def make_pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
     """A sample cut into tokens. Tokens that hold parts of one character's bytes are one piece."""
     control = set(tokenizer.get_added_vocab().values())
     pieces, held = [], []
@@ -47,14 +48,14 @@ def make_pieces(sample: Sample, tokenizer) -> list[Piece]:
 
     learned = 0
     for token_id, bit in zip(sample.input_ids.tolist(), sample.loss_mask.tolist(), strict=True):
-        if token_id in control or bit != learned:
+        if token_id in control or bit != learned:  # a piece is either learned or not
             flush()
         learned = bit
         if token_id in control:
             pieces.append(Piece(tokenizer.decode([token_id]), [token_id], bool(bit), True))
             continue
         held.append(token_id)
-        # U+FFFD stands for bytes that are no character yet, of which there are at most four.
+        # U+FFFD stands for an incomplete character, which has at most four bytes; a fourth token ends it anyway
         if "\ufffd" not in tokenizer.decode(held) or len(held) == 4:
             flush()
     flush()
@@ -97,7 +98,8 @@ def describe(source: str, sample: Sample) -> str:
     )
 
 
-def print_samples(samples: list[tuple[str, Sample]], tokenizer) -> None:
+def print_samples(samples: list[tuple[str, Sample]], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Print each sample with a line above it, after a legend."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows everything
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -120,7 +122,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
         description="Show the first rows of a data file as training will see them, token by token.",
         allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSONL file, glob pattern, or Hub data set")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data file, glob, or Hub data set")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
     parser.add_argument("--mode", choices=MODES, default="non-thinking")
     parser.add_argument("--effort", help="reasoning effort, in thinking mode")
@@ -142,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     report = DataReport()
     samples = collect_samples(rows, tokenizer, settings, args.num_samples, report)
     if not samples:
-        raise ValueError("no row can be trained on: " + "; ".join(line.strip() for line in report.lines()))
+        raise ValueError(f"no row can be trained on: {report.why_nothing_is_left()}")
     print_samples(samples, tokenizer)
     print("of the rows read: " + "\n".join(report.lines()))
     return 0
@@ -155,7 +157,7 @@ def collect_samples(
     samples = []
     for source, row in rows:
         sample, error = encode_or_error(row, tokenizer, settings)
-        report.add(source, sample.reason, error)
+        report.add(source, sample, error)
         if not sample.reason:
             samples.append((source, sample))
         if len(samples) == num:
@@ -163,8 +165,8 @@ def collect_samples(
     return samples
 
 
-def load_tokenizer(name: str):
-    """The tokenizer of a folder or Hub id. Raises an `OSError` of one line when there is none."""
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder or Hub id. Raises an `OSError` of one line if there is none."""
     if name.startswith((".", "/", "~")) and not Path(name).expanduser().is_dir():
         raise FileNotFoundError(f"no folder {name}")
     try:

@@ -1,26 +1,27 @@
-"""Let the target write the answers that its drafter is trained on: `hyperdflash data regenerate FILE... --output OUT`.
+"""Regenerate the answers of a data set with the target: `hyperdflash data regenerate FILE... --output OUT`.
+
+A drafter predicts what its target says, so it is best trained on the target's own answers.
 
     hyperdflash data regenerate chats.jsonl --server http://localhost:8000 --model deepseek-ai/DeepSeek-V4-Flash \\
         --tokenizer deepseek-ai/DeepSeek-V4-Flash --output answers.jsonl
     hyperdflash data regenerate chats.jsonl --target examples/tiny/target --threads 1 --output answers.jsonl   # a CPU
 
-Every assistant turn that follows a user turn is written anew, later ones seeing the new answers; a conversation that
+Every assistant turn that follows a user turn is replaced, and later turns see the new answers; a conversation that
 ends with a user turn gets an answer. Other assistant turns have no header in the encoding and stay as they are. An
-answer cut by the length limit ends its conversation: no later turn would be asked after half an answer.
+answer that reaches the length limit ends its conversation: half an answer is not a context for the next turn.
 
-A line of the output is one answer, with the very ids the model read and wrote, which training takes as they are:
+A line of the output is one answer, with the ids that the model read and wrote, which training uses unchanged:
 
     {"messages": [...], "input_ids": [...], "loss_mask": [...], "mode", "effort", "generation",
      "source": "chats.jsonl:12#1", "model", "temperature", "finish_reason": "stop" | "length",
      "token_ids": "exact" | "re-encoded"}
 
-The same command goes on where an earlier run stopped or was killed. `OUT.failed.jsonl` holds the turns that got no
-answer in the last run, with the reason; the next one tries them again. `OUT.jsonl.settings.json` holds what answers
+Run the same command again to resume after a stop or a kill. `OUT.failed.jsonl` has the turns that got no answer in the
+last run, with the reason; the next run tries them again. `OUT.jsonl.settings.json` has the settings that answers
 depend on: a run with other settings is refused.
 """
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
@@ -32,16 +33,19 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..common.checkpoint import DTYPES
 from ..common.data_files import read_rows, to_messages
 from ..common.files import write_atomically
+from ..common.growing_file import GrowingFile, write_line
 from ..encoding_deepseek_v4 import MODES, encode_messages, encode_with_mask
 from .data import hash_tokenizer
 from .writers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
 
 # ---------------------------------------------------------------------------------------------------------- the input
+
+_TEXT_COLUMNS = ("messages", "conversations", "instruction", "prompt")
 
 
 def answer_positions(messages: list[dict]) -> list[int]:
@@ -52,11 +56,11 @@ def answer_positions(messages: list[dict]) -> list[int]:
 
 def read_conversation(row: dict | ValueError, encoding: dict) -> tuple[list[dict], dict]:
     """A row's messages and its encoding: `encoding`, or the row's own mode and effort. Raises `ValueError` for a row
-    that holds no conversation, or one that the encoding cannot write or that nobody could answer."""
+    without a conversation, with one that the encoding cannot write, or without a turn to answer."""
     if isinstance(row, ValueError):
         raise row
-    if row.get("input_ids") is not None and row.get("messages") is None:
-        raise ValueError("the row holds tokens only (input_ids): answers are written anew for messages")
+    if row.get("input_ids") is not None and row.keys().isdisjoint(_TEXT_COLUMNS):
+        raise ValueError("the row has tokens only (input_ids): only messages can be answered again")
     messages = to_messages(row)
     own = {name: row[name] for name in ("mode", "effort") if row.get(name) is not None}
     encode_messages(messages, **encoding | own)
@@ -81,6 +85,7 @@ class Input:
 def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Input:
     """Read every row once, before any work. Raises `ValueError` that names file and line of a bad row, unless they are
     to be skipped, and for a file given twice; `OSError` for a missing one."""
+    # A file given twice has its line numbers start again, or its name come back after another's
     found, digest, seen, last = Input(), hashlib.sha256(), set(), ("", 0)
     for source, row in tqdm(read_rows(files), desc="Reading rows", unit=" rows", disable=None, leave=False):
         digest.update(json.dumps([source, repr(row) if isinstance(row, ValueError) else row], default=str).encode())
@@ -93,18 +98,21 @@ def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Inpu
             found.num_turns += len(answer_positions(read_conversation(row, encoding)[0]))
         except ValueError as error:
             if not skip_bad_rows:
-                raise ValueError(f"{source}: {error} (mend or remove the row, or use --skip-bad-rows)") from error
+                raise ValueError(f"{source}: {error} (fix or remove the row, or use --skip-bad-rows)") from error
     if not found.num_turns:
-        raise ValueError("no row is left to be answered: every one is bad")
+        raise ValueError("no row can be answered: every one is bad")
     found.sha256 = digest.hexdigest()
     return found
 
 
-def make_turn(source: str, number: int, messages: list[dict], encoding: dict, tokenizer, seed: int) -> Turn:
+def make_turn(
+    source: str, number: int, messages: list[dict], encoding: dict, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> Turn:
     """The `number`-th re-written turn (from 1) of a conversation whose earlier answers are new already."""
     position = answer_positions(messages)[number - 1]
     ids, _ = encode_with_mask(messages[:position], tokenizer, add_generation_prompt=True, **encoding)
     name = source.rpartition("/")[2]  # the same seed wherever the file lies
+    # 31 bits, so that it fits a signed 32-bit integer wherever it is sent
     own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}#{number}".encode()).digest()[:4]) >> 1
     return Turn(source, number, messages, position, encoding, ids, own_seed)
 
@@ -112,11 +120,11 @@ def make_turn(source: str, number: int, messages: list[dict], encoding: dict, to
 # ---------------------------------------------------------------------------------------------------------- the output
 
 
-class Output:
-    """The rows written, those failed, and the settings they were written with.
+class Output(GrowingFile):
+    """The file of answers, the file of failed turns, and the settings they depend on.
 
     Args:
-        path: a `.jsonl` file; another run of the same command may have begun it.
+        path: a `.jsonl` file; an earlier run of the same command may have started it.
         settings: everything that its rows depend on.
 
     Attributes:
@@ -125,7 +133,7 @@ class Output:
     """
 
     def __init__(self, path: str | Path, settings: dict):
-        self.path = Path(path)
+        super().__init__(Path(path))
         self.failed_path = self.path.with_suffix(".failed.jsonl")
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
         self.settings = json.loads(json.dumps(settings))
@@ -143,7 +151,7 @@ class Output:
         if names:
             short = [f"{n}={str(before.get(n))[:60]} (now {str(self.settings.get(n))[:60]})" for n in names]
             raise ValueError(
-                f"{self.path} was begun with {', '.join(short)}: go on with these, or choose another --output"
+                f"{self.path} was started with {', '.join(short)}: use the same settings or another --output"
             )
 
     def _has_rows(self) -> bool:
@@ -151,38 +159,20 @@ class Output:
 
     def __enter__(self) -> "Output":
         is_new = not self._has_rows()
-        self._file = self.path.open("ab")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system drops it with the process
-        except BlockingIOError as error:
-            raise OSError(f"another run is writing to {self.path}") from error
+        super().__enter__()
         if is_new:
             write_atomically(self.settings_path, (json.dumps(self.settings, indent=2) + "\n").encode())
         self.failed_path.unlink(missing_ok=True)
-        self._read_done()
         return self
 
     def __exit__(self, *exc) -> None:
-        os.fsync(self._file.fileno())
-        self._file.close()
+        super().__exit__(*exc)
         if self._failed is not None:
             self._failed.close()
 
-    def _read_done(self) -> None:
-        """Which turns are in the file; a last line that was only begun is cut off."""
-        end = 0
-        with self.path.open("r+b") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    row = json.loads(line)
-                    source, _, turn = row["source"].rpartition("#")
-                    self.done[source] = int(turn), row["finish_reason"], end
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self.path}:{number} is broken; remove the line to write it anew") from error
-                end += len(line)
-            file.truncate(end)
+    def take(self, row: dict, start: int) -> None:
+        source, _, turn = row["source"].rpartition("#")
+        self.done[source] = int(turn), row["finish_reason"], start
 
     def messages_of(self, source: str) -> list[dict]:
         """The conversation up to its last turn in the file."""
@@ -190,20 +180,11 @@ class Output:
             file.seek(self.done[source][2])
             return json.loads(file.readline())["messages"]
 
-    def write(self, row: dict) -> None:
-        """Append an answer."""
-        self._append(self._file, row)
-
     def fail(self, row: dict) -> None:
         """Append to the failed rows, whose file exists only if there are any."""
         if self._failed is None:
             self._failed = self.failed_path.open("ab")
-        self._append(self._failed, row)
-
-    @staticmethod
-    def _append(file, row: dict) -> None:
-        file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        file.flush()
+        write_line(self._failed, row)
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
@@ -211,7 +192,7 @@ class Output:
 
 @dataclass
 class Report:
-    """What a run did: turns answered and failed (bad rows included), answers cut by the limit, later turns that were
+    """Counts of a run: turns answered and failed (bad rows included), answers cut by the limit, later turns that were
     not asked because of either, texts encoded again, tokens written, seconds."""
 
     num_answered: int = 0
@@ -240,7 +221,9 @@ class Report:
 class _Run:
     """One run over the rows: what is left to be asked, and what becomes of every answer."""
 
-    def __init__(self, files, encoding: dict, sampling: Sampling, tokenizer, output: Output, model: str):
+    def __init__(
+        self, files, encoding: dict, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, output: Output, model: str
+    ):
         self.files, self.encoding, self.sampling, self.tokenizer = files, encoding, sampling, tokenizer
         self.output, self.model = output, model
         self.report = Report(num_done_before=sum(done[0] for done in output.done.values()))
@@ -257,6 +240,7 @@ class _Run:
             number = 1
             if source in self.output.done:
                 number, reason, _ = self.output.done[source]
+                # Later turns follow the answers in the file, not those of the row
                 new = self.output.messages_of(source)
                 messages = new + messages[len(new) :]
                 if self._is_over(messages, number, reason == "length"):
@@ -275,7 +259,7 @@ class _Run:
         """Write an answer; returns the turn that follows it."""
         messages = [*turn.prompt, answer.message]
         is_cut = answer.finish_reason == "length"
-        self.output.write(
+        self.output.append(
             {
                 "messages": messages,
                 "input_ids": turn.prompt_ids + answer.input_ids,
@@ -310,7 +294,7 @@ def regenerate(
     files: list[str],
     output: str | Path,
     writer: TargetWriter | ServerWriter,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     mode: str = "non-thinking",
     effort: str | None = None,
@@ -318,19 +302,19 @@ def regenerate(
     sampling: Sampling = Sampling(),  # noqa: B008  a named tuple
     skip_bad_rows: bool = False,
 ) -> Report:
-    """Write the answers to the conversations of `files` anew, into `output`; see this file's docstring.
+    """Regenerate the answers to the conversations of `files`, into `output`; see this file's docstring.
 
     Args:
         files: as in `read_rows`. A row's own `mode` and `effort` win over the arguments.
         output: a `.jsonl` file in a folder that exists.
-        writer: who answers.
+        writer: what answers: a target in this process, or a server.
         tokenizer: of the target.
         mode, effort, generation: of the encoding.
         sampling: limit, temperature, nucleus and seed of the answers.
-        skip_bad_rows: count rows that cannot be used as failed, rather than stop at the first before any work.
+        skip_bad_rows: count rows that cannot be used as failed, instead of stopping at the first before any work.
 
     Raises:
-        ValueError: for bad rows, settings, or an output begun with other settings.
+        ValueError: for bad rows, settings, or an output that was started with other settings.
         OSError: for missing files, an output that cannot be written, a server that is not there or goes away.
     """
     check_paths(files, output)
@@ -389,11 +373,11 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     """Add the `regenerate` command to the sub-parsers of `data`."""
     parser = subparsers.add_parser(
         "regenerate",
-        help="let the target write the answers of a data set anew",
-        description="Let the target write the answers of a data set anew. The same command goes on after a stop.",
+        help="regenerate the answers of a data set with the target",
+        description="Regenerate the answers of a data set with the target. Run the same command again to resume.",
         allow_abbrev=False,
     )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="JSON lines, patterns, or ids of Hub data sets")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="data files, globs, or Hub data sets")
     parser.add_argument("--output", type=Path, required=True, metavar="OUT.jsonl")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--target", help="folder or Hub id of the DeepSeek-V4, to be run here")
@@ -406,7 +390,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 (the default) is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--skip-bad-rows", action="store_true", help="count them as failed, rather than stop")
+    parser.add_argument("--skip-bad-rows", action="store_true", help="count them as failed instead of stopping")
     here = parser.add_argument_group("with --target")
     here.add_argument("--target-revision")
     here.add_argument("--dtype", choices=DTYPES, help="default auto")
@@ -424,7 +408,7 @@ def add_parser(subparsers) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command; returns 1 if there were answers to write and none could be had, else 0."""
+    """Run the command; returns 1 if every answer failed, else 0."""
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     _check(args)
     check_paths(args.files, args.output)

@@ -18,7 +18,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 
 from ..common.files import write_atomically
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..pairing_hyperdflash import fingerprint_rows
+from ..pairing_hyperdflash import fingerprint_rows, plain_weight
 from ..target_hyperdflash import ResidualTap
 
 HEAD_FILE, HEAD_CONFIG_FILE = "head.safetensors", "head.json"
@@ -62,6 +62,12 @@ class TargetHead:
     @classmethod
     def from_target(cls, target: DeepseekV4ForCausalLM) -> "TargetHead":
         """Of a loaded target, whose tensors are shared; a tied LM head is left out."""
+        for what, module in (("embedding", target.model.embed_tokens), ("LM head", target.lm_head)):
+            if plain_weight(module) is None:
+                raise ValueError(
+                    f"the target's {what} is a {type(module).__name__} without a plain weight: training reads both, "
+                    "so take a checkpoint in which they are not quantised"
+                )
         model, lm_head = target.model, target.lm_head.weight
         tensors = {
             "embed_tokens.weight": model.embed_tokens.weight,

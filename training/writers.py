@@ -1,13 +1,14 @@
-"""Who answers the turns of `regenerate`: a target in this process, or an OpenAI-compatible server.
+"""What answers the turns of `regenerate`: a target in this process, or an OpenAI-compatible server.
 
     .venv/bin/python -m pytest tests/test_regenerate.py
 
-Both take turns from a `TurnQueue`, where the follow-up of an answered turn may appear at any time, and yield `(turn,
-Answer)` or `(turn, AnswerError)` in the order in which answers are complete.
+Both take turns from a `TurnQueue`, to which the next turn of a conversation is added once one is answered, and yield
+`(turn, Answer)` or `(turn, AnswerError)` as answers are completed.
 
-`TargetWriter` decodes batches without padding, which DeepSeek-V4 would pool into its compressed entries. All prompts
-of a batch start at position 0 and differ by some tokens in length: the shortest is prefilled, and while the others are
-fed the rest of theirs, token by token, the shorter ones are being answered. Finished rows leave the batch.
+`TargetWriter` decodes batches without padding, as DeepSeek-V4 would pool padding into its compressed entries. All
+prompts of a batch start at position 0 and differ in length by a few tokens. The length of the shortest is prefilled;
+then the longer ones are fed the rest of their prompt, token by token, while the shorter ones are already answered.
+Finished rows leave the batch.
 
 Legend: B batch, T sequence, V vocabulary.
 """
@@ -27,11 +28,12 @@ from time import sleep
 from typing import NamedTuple
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target, read_identity
-from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, THINK_START_TOKEN, encode_with_mask, to_message
 from ..pairing_hyperdflash import target_fingerprint
 from ..target_hyperdflash import make_rewindable
 
@@ -57,7 +59,7 @@ class Turn:
 
     Attributes:
         source (`str`): where the conversation comes from, "file.jsonl:12".
-        number (`int`): which of the conversation's re-written turns this is, from 1.
+        number (`int`): which of the conversation's regenerated turns this is, from 1.
         messages (`list[dict]`): the whole conversation, earlier answers being the new ones.
         position (`int`): index in `messages` of the answer; their length to append one.
         encoding (`dict`): `mode`, `effort` and `generation` of `encode_with_mask`.
@@ -93,7 +95,7 @@ class Answer(NamedTuple):
 
 
 class AnswerError(Exception):
-    """Why a turn has no answer. `unreachable` says that no server was there to refuse it."""
+    """Why a turn has no answer. `unreachable` means that there was no reply from a server at all."""
 
     def __init__(self, reason: str, unreachable: bool = False):
         super().__init__(reason)
@@ -101,7 +103,7 @@ class AnswerError(Exception):
 
 
 class TurnQueue:
-    """The turns that can be answered now; more come from an iterator, which is read only as far as needed."""
+    """The turns that can be answered now; more are read from an iterator when they are needed."""
 
     def __init__(self, turns: Iterator[Turn]):
         self.pending: list[Turn] = []
@@ -126,10 +128,18 @@ class TargetWriter:
         batch_size (`int`, *optional*, defaults to 32): rows decoded together.
         dtype, device_map: as in `from_pretrained`.
 
-    Raises `ValueError` for what is no DeepSeek-V4, `OSError` for missing files.
+    Raises `ValueError` for a model that is not a DeepSeek-V4, `OSError` for missing files.
     """
 
-    def __init__(self, target: str, revision: str | None = None, *, batch_size=32, dtype="auto", device_map=None):
+    def __init__(
+        self,
+        target: str,
+        revision: str | None = None,
+        *,
+        batch_size: int = 32,
+        dtype: str = "auto",
+        device_map: str | None = None,
+    ):
         checkpoint = TargetCheckpoint(target, revision)
         self.path, self.revision, self.name = target, checkpoint.revision, checkpoint.name
         self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
@@ -146,7 +156,9 @@ class TargetWriter:
         """Load the model."""
         self.target, _ = load_target(self.path, self.revision, self.dtype, self.device_map)
 
-    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+    def answers(
+        self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    ) -> Iterator[tuple[Turn, Answer | AnswerError]]:
         """Answer the queue's turns until it is empty."""
         limit = self.target.config.max_position_embeddings
         eos_ids = _eos_ids(self.target, tokenizer)
@@ -164,7 +176,7 @@ class TargetWriter:
             queue.fill(WINDOW * self.batch_size)
 
 
-def _eos_ids(target, tokenizer) -> set[int]:
+def _eos_ids(target: DeepseekV4ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Where `generate` stops, and the encoding's own EOS."""
     ids = target.generation_config.eos_token_id
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
@@ -188,7 +200,9 @@ def take_batch(pending: list[Turn], batch_size: int) -> list[Turn]:
 
 
 @torch.no_grad()
-def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterator[tuple[int, list[int], str]]:
+def write_batch(
+    target: DeepseekV4ForCausalLM, turns: list[Turn], sampling: Sampling, eos_ids: set[int]
+) -> Iterator[tuple[int, list[int], str]]:
     """Decode prompts of unequal length together, all of them starting at position 0.
 
     Yields `(index in turns, the answer's ids, "stop" or "length")`, each as soon as it is complete.
@@ -204,6 +218,7 @@ def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterato
         is_answer = position >= lengths
         tokens[:, position] = torch.where(is_answer, chosen, tokens[:, position])
         start, position = position, position + 1
+        # A prompt may hold an end-of-text token: only one in the answer stops a row
         stopped = is_answer & torch.isin(tokens[:, start], stops)
         ended = stopped | (position >= limits)
         if not ended.any():
@@ -213,11 +228,12 @@ def write_batch(target, turns, sampling: Sampling, eos_ids: set[int]) -> Iterato
             yield int(rows[i]), ids, "stop" if stopped[i] else "length"
         if ended.all():
             return
+        # What is left of the batch: rows of the state and of the cache go together
         state = [t[~ended] for t in state]
         cache.batch_select_indices((~ended).nonzero()[:, 0])
 
 
-def _batch_state(target, turns: list[Turn], sampling: Sampling) -> list[torch.Tensor]:
+def _batch_state(target: DeepseekV4ForCausalLM, turns: list[Turn], sampling: Sampling) -> list[torch.Tensor]:
     """Per row: its index in turns, its prompt's length and its limit in tokens, all (B,), the tokens (B, T) with the
     prompt at the front, and its random numbers."""
     lengths = torch.tensor([len(turn.prompt_ids) for turn in turns])
@@ -237,7 +253,7 @@ def _draws(turns: list[Turn], sampling: Sampling) -> torch.Tensor:
 
 
 def _draw_at(draws: torch.Tensor, index: torch.Tensor) -> torch.Tensor | None:
-    """The number for each row's `index`-th answer token; rows still inside their prompt get one that nobody uses."""
+    """The number for each row's `index`-th answer token; rows still inside their prompt get one that is not used."""
     return draws.gather(1, index.clamp(min=0)[:, None])[:, 0] if draws.shape[1] else None
 
 
@@ -270,15 +286,24 @@ class ServerWriter:
         concurrency (`int`, *optional*, defaults to 32): requests under way at the same time.
         retries (`int`, *optional*, defaults to 5): further tries after a lost connection, 408, 429 or 5xx, with waits
             of 1, 2, 4, ... seconds or what `Retry-After` says, at most 60.
-        timeout (`float`, *optional*, defaults to 600): seconds that a server may be silent, so the longest answer.
+        timeout (`float`, *optional*, defaults to 600): seconds without a reply, so the time of the longest answer.
         api_key (`str`, *optional*): sent as a bearer token.
     """
 
     first_wait = 1.0
 
-    def __init__(self, url: str, model: str, *, concurrency=32, retries=5, timeout=600.0, api_key=None):
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        concurrency: int = 32,
+        retries: int = 5,
+        timeout: float = 600.0,
+        api_key: str | None = None,
+    ):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url} is no server's address: it starts with http:// or https://")
+            raise ValueError(f"{url} is not a server's address: it must start with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.name, self.concurrency, self.retries, self.timeout = model, concurrency, retries, timeout
         self.headers = {"Content-Type": "application/json"}
@@ -287,7 +312,7 @@ class ServerWriter:
         self.identity = {"backend": "server", "model": model}
 
     def load(self) -> None:
-        """Make sure that the server is there and has the model. Raises `OSError` and `ValueError`."""
+        """Check that the server is there and has the model. Raises `OSError` and `ValueError`."""
         try:
             listed = self._send("/models")
         except urllib.error.HTTPError as error:
@@ -300,7 +325,9 @@ class ServerWriter:
         if names and self.name not in names:
             raise ValueError(f"{self.url} serves no model {self.name!r}, but {', '.join(map(str, names))}")
 
-    def answers(self, queue: TurnQueue, tokenizer, sampling: Sampling) -> Iterator[tuple[Turn, Answer | AnswerError]]:
+    def answers(
+        self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
+    ) -> Iterator[tuple[Turn, Answer | AnswerError]]:
         """Answer the queue's turns until it is empty. Raises `OSError` when the server is gone."""
         asked, answered = SimpleQueue(), SimpleQueue()
         for _ in range(self.concurrency):  # daemons, so that Ctrl-C need not wait for the longest answer
@@ -322,7 +349,7 @@ class ServerWriter:
                 is_lost = isinstance(result, AnswerError) and result.unreachable
                 num_unreachable = num_unreachable + 1 if is_lost else 0
                 if num_unreachable >= 2 * self.concurrency:
-                    raise OSError(f"{self.url} is gone ({result}); the same command goes on where this run stopped")
+                    raise OSError(f"{self.url} is gone ({result}): run the same command again to resume")
         finally:
             for _ in range(self.concurrency):
                 asked.put(None)
@@ -385,36 +412,66 @@ def _first_choice(response) -> dict:
     return choice
 
 
-def _read_choice(choice: dict, turn: Turn, tokenizer) -> Answer | AnswerError:
+def _read_choice(choice: dict, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Answer | AnswerError:
     """The answer in a choice of `/v1/completions`, or why there is none."""
     reason, ids = choice.get("finish_reason"), choice.get("token_ids")
     if reason not in ("stop", "length"):
         return AnswerError(f"finish_reason {reason!r}")
     if choice.get("prompt_token_ids") not in (None, turn.prompt_ids):
         return AnswerError("the server's prompt ids are not those it was sent")
+    end_id = _end_id(choice, tokenizer)
+    if isinstance(end_id, AnswerError):
+        return end_id
     if ids is None:
-        return _read_text(choice.get("text"), reason, turn, tokenizer)
+        return _read_text(choice.get("text"), reason, turn, tokenizer, end_id)
     if not ids or not all(type(i) is int and 0 <= i < len(tokenizer) for i in ids):
         return AnswerError(f"token ids outside the tokenizer's {len(tokenizer)}, or none: {str(ids)[:100]}")
+    if reason == "stop" and ids[-1] != end_id:  # some servers keep the end-of-text token to themselves
+        ids = [*ids, end_id]
+    return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], {end_id}), reason)
+
+
+def _end_id(choice: dict, tokenizer: PreTrainedTokenizerBase) -> int | AnswerError:
+    """The token that ends an answer: EOS unless the server names another (vLLM's `stop_reason`, SGLang's
+    `matched_stop`) or the ids show one. A stop string ends nothing: the model would have gone on."""
     eos_id = tokenizer.convert_tokens_to_ids(EOS_TOKEN)
-    if reason == "stop" and ids[-1] != eos_id:  # some servers keep it to themselves; nothing else stops an answer
-        ids = [*ids, eos_id]
-    eos_ids = {eos_id}
-    return Answer(list(ids), to_message(ids, tokenizer, turn.encoding["mode"], eos_ids), reason)
+    if choice["finish_reason"] != "stop":
+        return eos_id
+    stop = choice.get("stop_reason") if choice.get("stop_reason") is not None else choice.get("matched_stop")
+    if type(stop) is int and 0 <= stop < len(tokenizer):
+        return stop
+    if stop is not None:
+        return AnswerError(f"the server stopped at {stop!r}, where the model had not ended: remove its stop strings")
+    last = (choice.get("token_ids") or [eos_id])[-1]
+    return (
+        last
+        if last in tokenizer.all_special_ids and last != tokenizer.convert_tokens_to_ids(THINK_END_TOKEN)
+        else eos_id
+    )
 
 
-def _read_text(text: str | None, reason: str, turn: Turn, tokenizer) -> Answer | AnswerError:
-    """An answer without ids: its message, encoded. Only the EOS behind it is known to have been written."""
+def _read_text(
+    text: str | None, reason: str, turn: Turn, tokenizer: PreTrainedTokenizerBase, end_id: int
+) -> Answer | AnswerError:
+    """An answer without ids: its message, encoded. Only the token that ended it is known to have been written."""
     if not isinstance(text, str) or not text:
         return AnswerError("the server's answer has neither token ids nor text")
-    message, is_open = {"role": "assistant", "content": text.removesuffix(EOS_TOKEN)}, False
+    content, is_open = text.removesuffix(tokenizer.convert_ids_to_tokens(end_id)), False
+    opened = content.startswith(THINK_START_TOKEN)
+    message = {"role": "assistant", "content": content}
     if turn.encoding["mode"] == "thinking":
-        reasoning, end, content = message["content"].partition(THINK_END_TOKEN)
+        # The prompt ends with the opening tag, which some servers repeat in front of the text
+        reasoning, end, content = content.removeprefix(THINK_START_TOKEN).partition(THINK_END_TOKEN)
         is_open = not end
         message |= {"reasoning": reasoning, "content": content}
         if is_open and reason == "stop":
             return AnswerError(f"neither token ids nor a {THINK_END_TOKEN} in the server's answer")
+    elif opened:
+        return AnswerError(f"the answer starts with {THINK_START_TOKEN} in non-thinking mode: use --mode thinking")
     ids, _ = encode_with_mask([*turn.prompt, message], tokenizer, **turn.encoding)
     logger.warning_once("the server returns no token ids (vLLM's return_token_ids): its texts are encoded again")
     num_unwritten = int(reason == "length") + int(is_open)  # the encoding adds EOS, and closes the reasoning
-    return Answer(ids[len(turn.prompt_ids) : len(ids) - num_unwritten], message, reason, "re-encoded")
+    ids = ids[len(turn.prompt_ids) : len(ids) - num_unwritten]
+    if reason == "stop":
+        ids[-1] = end_id
+    return Answer(ids, message, reason, "re-encoded")

@@ -77,7 +77,8 @@ def read_training() -> dict[str, dict]:
     """Summaries of training runs by name, as `baselines.py` writes them; none before the first run has ended."""
     if not TRAINING_FILE.exists():
         return {}
-    summaries = map(json.loads, TRAINING_FILE.read_text(encoding="utf-8").splitlines())
+    with TRAINING_FILE.open(encoding="utf-8") as lines:
+        summaries = [json.loads(line) for line in lines]
     return {summary["name"]: summary for summary in summaries}
 
 
@@ -184,7 +185,7 @@ def training() -> str:
             f"{run['flops_per_token'] / 1e6:.0f}",
         ]
         lines.append([f"`{name}`", *cells, f"{last:.2f}" if last else "–"])
-    return table(["run", "parameters", "tokens", "MFLOP a token", "tau on validation prompts"], lines)
+    return table(["run", "parameters", "tokens", "MFLOP per token", "tau on validation prompts"], lines)
 
 
 def ablations() -> str:

@@ -455,7 +455,7 @@ def benchmark_ngrams(folder: Path) -> set[tuple[str, ...]]:
     files = sorted(folder.glob("*.jsonl"))
     if not files:
         raise FileNotFoundError(f"no .jsonl file with benchmark prompts in {folder}")
-    turns = [turn for path in files for line in path.read_text().splitlines() for turn in json.loads(line)["turns"]]
+    turns = [turn for path in files for line in path.open(encoding="utf-8") for turn in json.loads(line)["turns"]]
     return set().union(*map(_ngrams, turns))
 
 

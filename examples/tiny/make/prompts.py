@@ -1,6 +1,6 @@
 """Conversations whose answers the tiny target will write anew: what its drafter is trained on.
 
-    python examples/tiny/make/prompts.py        # then `hyperdflash data regenerate`, see the Makefile's `tiny`
+    python examples/tiny/make/prompts.py        # then `hyperdflash data regenerate`, see `make tiny-texts`
 
 Of every domain 5,000 training documents, three of five for greedy answers and two for sampled ones, and 40 others for
 the evaluations during training: `build/prompts/{greedy,sampled,valid}-{domain}.jsonl`. And 40 held-out documents up to
@@ -36,7 +36,7 @@ def cut(messages: list[dict], tokenizer, rng: np.random.Generator) -> list[dict]
 
 def cut_all(file: Path, tokenizer, rng: np.random.Generator) -> Iterator[list[dict]]:
     """The file's conversations in a random order, each cut."""
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").strip().split("\n")  # splitlines() also cuts at U+2028 inside a text
     for i in rng.permutation(len(lines)):
         messages = cut(json.loads(lines[i])["messages"], tokenizer, rng)
         if messages is not None:

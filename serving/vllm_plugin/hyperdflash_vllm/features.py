@@ -26,7 +26,8 @@ TAKEN = {
 
 def read_plan(file: Path) -> tuple[dict, list[dict]]:
     """The target's facts, and the shards (`file`, `mark`, `input_ids`). Raises `ValueError` for another file."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    with file.open(encoding="utf-8") as plan:
+        lines = [json.loads(line) for line in plan]
     if not lines or lines[0].get("format") != FORMAT:
         raise ValueError(f"{file} is no plan of this version ({FORMAT}): write it again with `hyperdflash features`")
     return lines[0], lines[1:]
