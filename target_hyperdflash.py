@@ -407,7 +407,7 @@ def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model
     ):  # prompt lookup: the library records from before the prompt, and takes back candidates
         config = kwargs["generation_config"]
         for layer in cache.layers:
-            layer.max_rewind = config.prompt_lookup_num_tokens
+            layer.max_rewind = config.prompt_lookup_num_tokens + 1  # and the token before them, if interrupted
     with recording_stopped(cache):
         return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
