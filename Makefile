@@ -10,7 +10,7 @@ TINY := examples/tiny
 OF_TINY := tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads
 OF_SERVING := test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang
 
-.PHONY: demo test test-fast nightly lint bench clean $(OF_TINY) $(OF_SERVING)
+.PHONY: demo test test-fast nightly device lint bench clean $(OF_TINY) $(OF_SERVING)
 # Two targets of one of the other Makefiles would build what both need at the same time
 .NOTPARALLEL:
 
@@ -25,6 +25,9 @@ test-fast: $(STAMP)  ## without the tests marked slow
 
 nightly: $(STAMP)  ## what `make test` leaves out: more cases of the same behaviours
 	$(PYTEST) -m nightly
+
+device: $(STAMP)  ## what only a GPU can tell: losslessness, times, a training step; under ten minutes
+	$(BIN)/python tests/device_check.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

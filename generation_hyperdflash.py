@@ -11,6 +11,8 @@ once for every token, with the true prefix, as in plain decoding, so processors 
 Legend: B batch (1), T positions, K block (anchor included), V vocabulary, m residual paths, D hidden.
 """
 
+import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import (
     EosTokenCriteria,
     EpsilonLogitsWarper,
@@ -35,11 +38,12 @@ from transformers.generation import (
     TypicalLogitsWarper,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint, tensor_of
-from .target_hyperdflash import ResidualTap, _stop_recording
+from .target_hyperdflash import ResidualTap, recording_stopped
 
 logger = logging.get_logger(__name__)
 
@@ -54,6 +58,8 @@ ROWWISE_PROCESSORS = (
     EtaLogitsWarper,
     LogitNormalization,
 )
+
+MIN_ROOM = 512  # tokens that a call's buffers have room for at least
 
 _COMPRESSED = ("compressed_sparse_attention", "heavily_compressed_attention")
 
@@ -78,12 +84,12 @@ class SpeculativeStats:
 
     @property
     def accepted_drafts(self) -> float:
-        """Mean number of accepted drafts a round."""
+        """Mean number of accepted drafts per round."""
         return sum(self.num_accepted) / len(self.num_accepted) if self.num_accepted else 0.0
 
     @property
     def acceptance_length(self) -> float:
-        """tau: 1 + accepted drafts a round (the target's own token counts, as in vLLM's mean acceptance length)."""
+        """tau: 1 + accepted drafts per round (the target's own token counts, as in vLLM's mean acceptance length)."""
         return 1 + self.accepted_drafts
 
     @property
@@ -138,7 +144,7 @@ class HyperDFlashGenerateOutput(GenerateDecoderOnlyOutput):
 
 @dataclass
 class DraftRequest:
-    """What a drafter is told of one round.
+    """What a drafter is given for one round.
 
     Attributes:
         context (`torch.Tensor` of shape `(1, C, m, D)`):
@@ -189,6 +195,7 @@ class HyperDFlashAssistant:
     ) -> None:
         """Raise one `ValueError` that names the values, before any work, for what this drafter cannot do."""
         check_call(generation_mode, generation_config)
+        check_devices(self, target)
         check_pair(self, target)
         warn_of_cap(self.max_drafts, generation_config.num_assistant_tokens)
         seen = HyperDFlashAssistant._targets_compared.setdefault(self, weakref.WeakSet())
@@ -272,15 +279,15 @@ class HyperDFlashAssistant:
     ):
         """Decode as `GenerationMixin._assisted_decoding` does (arguments and return value are its own).
 
+        `output_logits` returns the target's logits as they were; plain decoding returns what a processor that writes
+        in place made of them.
+
         Raises `ValueError` for a batch, embeddings instead of ids, no cache, or a cache longer than the prompt.
         """
         cache = check_inputs(input_ids, generation_config, model_kwargs, synced_gpus)
         loop = _Loop(self, target, input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        with ResidualTap(target, self.tapped_layer_ids) as tap:
-            try:
-                return loop.run(tap, cache, model_kwargs)
-            finally:
-                _stop_recording(cache)
+        with ResidualTap(target, self.tapped_layer_ids, last=_reach(self.config)) as tap, recording_stopped(cache):
+            return loop.run(tap, cache, model_kwargs)
 
 
 def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Tensor:
@@ -292,7 +299,7 @@ def head_logits(target: DeepseekV4ForCausalLM, hidden: torch.Tensor) -> torch.Te
 
 
 def num_worth_verifying(rates: list[float], cost: float) -> int:
-    """Leading drafts, at least one, of which each raises the expected tokens a second.
+    """Leading drafts, at least one, each of which raises the expected tokens per second.
 
     Args:
         rates: of each draft, the probability that it is accepted if all before it are.
@@ -307,10 +314,31 @@ def num_worth_verifying(rates: list[float], cost: float) -> int:
     return len(rates)
 
 
+def check_devices(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> None:
+    """Raises `ValueError` where a drafter's weights or attention cannot run, and warns of what makes it slow."""
+    devices = {parameter.device.type for parameter in drafter.parameters()}
+    if "meta" in devices:
+        raise ValueError(
+            "weights of the drafter are on the meta device (it has no weights, or they are offloaded): load it with "
+            "from_pretrained on one device; it runs in every round and is small"
+        )
+    if devices == {"cpu"} and drafter.config._attn_implementation == "flex_attention":
+        raise ValueError(
+            "attn_implementation 'flex_attention' does not draft on the CPU: use "
+            "drafter.set_attn_implementation('sdpa')"
+        )
+    ours, theirs = drafter.norm.weight.device.type, target.model.norm.weight.device.type
+    if ours != theirs != "meta":
+        logger.warning_once(
+            f"the drafter is on {ours} and the target on {theirs}: every round waits for transfers between them. Use "
+            "drafter.to(target.device)"
+        )
+
+
 def warn_of_cap(max_drafts: int, asked: int) -> None:
-    """Say that more drafts a round were asked for than there are."""
+    """Warn when more drafts per round are asked for than the drafter makes."""
     if max_drafts < asked != 20:  # 20 is the library's default for every assistant
-        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter has no more a round")
+        logger.warning(f"num_assistant_tokens={asked} is capped at {max_drafts}: the drafter makes no more per round")
 
 
 class _Loop:
@@ -339,17 +367,22 @@ class _Loop:
         self.stats = SpeculativeStats()
 
         # Length and end-of-text are decided here for a whole block; other criteria see every token, in order.
-        self.max_length = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
+        limit = min(c.max_length for c in stopping_criteria if type(c) is MaxLengthCriteria)
+        self.max_length = math.ceil(min(limit, sys.maxsize))  # "no limit" may be 1e30 or infinite
         eos = [c.eos_token_id.tolist() for c in stopping_criteria if type(c) is EosTokenCriteria]
         self.eos_ids = {token for tokens in eos for token in tokens}
         self.criteria = StoppingCriteriaList(
             c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         )
+        # The user's own processors and criteria see ids and scores on the prompt's device, as in plain decoding.
+        # Otherwise everything stays with the target, so that a round is one transfer to the host.
+        self.prompt_device = input_ids.device
+        device = self.prompt_device if self.sees_prefix or self.criteria else self.device
         # Tokens, and behind them the drafts of a round: those that are accepted are in place already.
         self.num_tokens = input_ids.shape[1]
-        length = max(self.max_length, self.num_tokens + 1)
-        self.buffer = torch.zeros((1, length), dtype=torch.long, device=input_ids.device)
-        self.buffer[:, : self.num_tokens] = input_ids
+        self.buffer = input_ids.to(device, torch.long, copy=True)
+        self.kept_ids: list[int] = []  # of the last round
+        self.position_ids = torch.arange(0, device=self.device)[None]  # grows with the buffer
 
         wanted = generation_config if generation_config.return_dict_in_generate else None
         self.scores = () if wanted and wanted.output_scores else None
@@ -367,13 +400,18 @@ class _Loop:
         # 1. Prefill: the target reads the prompt and chooses the first token; nothing is drafted yet
         prompt_mask = model_kwargs.get("attention_mask")
         position = int(model_kwargs["position_ids"][0, -1])  # of the last token that the target has seen
-        outputs = self.target._prefill(self.ids, self.config, model_kwargs)
+        if prompt_mask is not None:
+            prompt_mask = prompt_mask.to(self.device)
+        # On the prompt's device, as the library then moves every input to the target's
+        outputs = self.target._prefill(self.ids.to(self.prompt_device), self.config, model_kwargs)
         cache.activate_past_recording()
         context = _prompt_context(tap.take(), prompt_mask, self.drafter.config)  # (1, C, m, D)
-        self.position_ids = torch.arange(position + self.max_length + 2, device=self.device)[None]
+        tap.last = None  # from here on every row may be of use
         most = self.most_drafts(position, cache)
+        self.make_room(0, position)
         finished, num_new = self.accept(outputs, None, None, first=True)
-        step_inputs = self.target.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **model_kwargs)
+        ids = self.ids.to(self.prompt_device)
+        step_inputs = self.target.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
         draft_cache = DynamicCache(config=self.drafter.config)
         with self.target._optimize_model_for_decode():
             while not finished:
@@ -381,21 +419,16 @@ class _Loop:
                 # within the length limit is the target's own, so there is room for one draft less.
                 position += num_new
                 num_drafts = min(most, self.max_length - self.num_tokens - 1)
+                self.make_room(num_drafts, position)
                 drafts, draft_probs = self.propose(context, position, num_drafts, draft_cache)  # (n,), (n, V)
                 # 3. Verify: anchor and drafts in one forward; its rows are what single steps would give
                 verified = self.buffer.narrow(1, self.num_tokens - 1, 1 + len(drafts))  # (1, n + 1)
                 inputs = self.verify_inputs(step_inputs, verified, position, prompt_mask, cache)
-                start = self.num_tokens
                 tap.clear()  # a logits processor may have run the target too
-                try:
-                    outputs = self.target(**inputs)
-                    context = tap.take()  # (1, n + 1, m, D)
-                    # 4. Accept: the drafts that the target agrees with, and one token of its own
-                    finished, num_new = self.accept(outputs, drafts, draft_probs)
-                except BaseException:  # the cache keeps verified positions only, whichever layers the forward reached
-                    for layer in cache.layers:
-                        layer.crop(min(self.num_tokens - start - layer.num_recorded, 0))
-                    raise
+                outputs = self.target(**inputs)
+                context = tap.take()  # (1, n + 1, m, D)
+                # 4. Accept: the drafts that the target agrees with, and one token of its own
+                finished, num_new = self.accept(outputs, drafts, draft_probs)
                 # 5. Rewind: the forward wrote n + 1 positions, of which the first `num_new` are verified. The newest
                 # token was not in it: it is the next round's anchor.
                 cache.crop(num_new - verified.shape[1])
@@ -403,6 +436,15 @@ class _Loop:
         if self.streamer is not None:
             self.streamer.end()
         return self.result(cache)
+
+    def make_room(self, num_drafts: int, position: int) -> None:
+        """Grow the buffer and the position ids to what a round needs, by doubling: the limit may be far away."""
+        needed = self.num_tokens + num_drafts + 1
+        if needed > self.buffer.shape[1]:
+            self.buffer = torch.nn.functional.pad(self.buffer, (0, max(needed, MIN_ROOM)))
+        needed = position + num_drafts + 1
+        if needed > self.position_ids.shape[1]:
+            self.position_ids = torch.arange(2 * max(needed, MIN_ROOM), device=self.device)[None]
 
     def most_drafts(self, position: int, cache: Cache) -> int:
         """The most drafts per round; none, with a warning, for a prompt that blocks would misread."""
@@ -423,7 +465,7 @@ class _Loop:
         """The drafts of a round `(n,)`, a view of the buffer, and when sampling their distributions `(n, V)`."""
         self.num_drafts, self.draft_probs = 0, []
         if num_drafts > 0:
-            self.noise_ids[0, 0] = self.last_id
+            self.noise_ids[0, 0] = self.kept_ids[-1]
             request = DraftRequest(
                 context=context,
                 ids=self.ids,
@@ -441,13 +483,12 @@ class _Loop:
     def choose_drafts(self, logits: torch.Tensor) -> torch.LongTensor:
         """The next drafts `(n,)` from their logits `(n, V)`, written behind the tokens and the drafts so far; when
         sampling, their distributions are kept."""
-        logits = logits.to(self.buffer.device)
         drafts = self.buffer[0].narrow(0, self.num_tokens + self.num_drafts, logits.shape[0])
         self.num_drafts += logits.shape[0]
-        if not self.do_sample:
-            return torch.argmax(logits, dim=-1, out=drafts)
+        if not self.do_sample:  # ids alone travel where the LM head is on another device
+            return drafts.copy_(logits.argmax(-1))
         # Verification needs the distribution that a draft was really drawn from
-        probs = self.rowwise(self.ids, logits).softmax(-1)
+        probs = self.rowwise(self.ids, logits.to(self.buffer.device)).softmax(-1)
         self.draft_probs.append(probs)
         return drafts.copy_(torch.multinomial(probs, 1)[:, 0])
 
@@ -474,56 +515,68 @@ class _Loop:
 
         Returns whether generation is over, and the number of tokens appended.
         """
-        draft_ids = drafts.tolist() if drafts is not None else []
-        raw = outputs.logits[0, -len(draft_ids) - 1 :].to(self.buffer.device, torch.float32)  # (n + 1, V)
-        start = self.num_tokens
+        num_drafts = 0 if drafts is None else len(drafts)
+        raw = outputs.logits[0, -num_drafts - 1 :].to(self.buffer.device, torch.float32)  # (n + 1, V)
+        self.kept_ids = []
         judge = self.judge_one_by_one if self.sees_prefix else self.judge_together
-        finished, num_accepted = judge(raw, draft_ids, draft_probs)
-        num_new = self.num_tokens - start
+        finished, draft_ids, num_accepted = judge(raw, drafts, draft_probs)
         if draft_ids:
             self.stats.num_drafts.append(len(draft_ids))
             self.stats.num_accepted.append(num_accepted)
-        self.keep_states(outputs, num_new, first)
-        self.stream(start, draft_ids, num_accepted)
-        return finished, num_new
+        self.keep_states(outputs, len(self.kept_ids), first)
+        self.stream(draft_ids, num_accepted)
+        return finished, len(self.kept_ids)
 
     def judge_together(
-        self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None
-    ) -> tuple[bool, int]:
+        self, raw: torch.Tensor, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None
+    ) -> tuple[bool, list[int], int]:
         """Judge all rows at once, from logits `(n + 1, V)`, and append what is kept.
 
-        Returns whether generation is over, and the number of accepted drafts, those behind a stop included.
+        Returns whether generation is over, the drafts' ids, and the number of accepted drafts, those behind a stop
+        included.
         """
         scores = self.rowwise(self.ids, raw.clone()) if self.rowwise else raw
-        num_accepted, own = self.judge(scores, draft_ids, draft_probs)
-        for i in range(num_accepted + 1):
-            token = draft_ids[i] if i < num_accepted else own
-            if self.append(token, i < num_accepted, scores[i], raw[i]):
-                return True, num_accepted
-        return False, num_accepted
-
-    def judge(self, scores: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None) -> tuple[int, int]:
-        """The number of accepted drafts and the target's own next token, from processed scores `(n + 1, V)`."""
-        num_drafts = len(draft_ids)
-        if not self.do_sample:
-            chosen = scores.argmax(-1).tolist()
+        # Reading a value waits for the device, so the drafts, how many are accepted and the own token are read at once
+        if self.do_sample:
+            *draft_ids, num_accepted, own = self.judge_samples(scores, drafts, draft_probs).tolist()
+        else:
+            chosen = scores.argmax(-1)
+            ids = chosen.tolist() if drafts is None else torch.cat([drafts, chosen]).tolist()
+            draft_ids, chosen = ids[: -len(chosen)], ids[-len(chosen) :]
             num_accepted = num_leading([a == b for a, b in zip(chosen, draft_ids, strict=False)])
-            return num_accepted, chosen[num_accepted]
-        # Speculative sampling: a draft is kept with probability min(1, p / q); after the first rejection the own token
-        # comes from what q left over of p, so that the two together are distributed as p (arXiv 2211.17192).
-        probs = scores.softmax(-1)
-        num_accepted = 0
-        if num_drafts:
-            ratio = probs[range(num_drafts), draft_ids] / draft_probs[range(num_drafts), draft_ids]
-            num_accepted = num_leading((torch.rand_like(ratio) < ratio).tolist())
-        rejected = draft_probs[num_accepted] if num_accepted < num_drafts else None
-        return num_accepted, _sample_own(probs[num_accepted], rejected)
+            own = chosen[num_accepted]
+        for i, token in enumerate([*draft_ids[:num_accepted], own]):
+            if self.append(token, i < num_accepted, scores[i], raw[i]):
+                return True, draft_ids, num_accepted
+        return False, draft_ids, num_accepted
+
+    def judge_samples(
+        self, scores: torch.Tensor, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None
+    ) -> torch.LongTensor:
+        """Speculative sampling (arXiv 2211.17192) from processed scores `(n + 1, V)`, on the device alone.
+
+        A draft is kept with probability min(1, p / q); after the first rejection the own token comes from what q left
+        over of p, so that the two together are distributed as p.
+
+        Returns the drafts, the number of accepted ones, and the target's own next token, `(n + 2,)`.
+        """
+        probs = scores.softmax(-1)  # p
+        if drafts is None or not len(drafts):
+            return torch.cat([probs.new_zeros(1, dtype=torch.long), torch.multinomial(probs[0], 1)])
+        columns = drafts[:, None]
+        ratio = (probs[:-1].gather(1, columns) / draft_probs.gather(1, columns))[:, 0]
+        num_accepted = (torch.rand_like(ratio) < ratio).cumprod(0).sum(0, keepdim=True)  # (1,)
+        row = probs.index_select(0, num_accepted)[0]
+        rejected = draft_probs.index_select(0, num_accepted.clamp(max=len(drafts) - 1))[0]
+        own = _sample_own(row, rejected * (num_accepted < len(drafts)))
+        return torch.cat([drafts, num_accepted, own])
 
     def judge_one_by_one(
-        self, raw: torch.Tensor, draft_ids: list[int], draft_probs: torch.Tensor | None
-    ) -> tuple[bool, int]:
+        self, raw: torch.Tensor, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None
+    ) -> tuple[bool, list[int], int]:
         """As `judge_together`, for processors that look at the prefix: each is called once per token, when all tokens
         before it are in place, and never on a prefix that a rejection or a stop cuts off."""
+        draft_ids = [] if drafts is None else drafts.tolist()
         for i, row in enumerate(raw):
             scores = self.processors(self.ids, row[None].clone())[0]  # (V,)
             draft = draft_ids[i] if i < len(draft_ids) else None
@@ -534,29 +587,29 @@ class _Loop:
                 if draft is not None and torch.rand(()) < float(probs[draft] / draft_probs[i, draft]):
                     token = draft
                 else:
-                    token = _sample_own(probs, draft_probs[i] if draft is not None else None)
+                    token = int(_sample_own(probs, draft_probs[i] if draft is not None else None))
             finished = self.append(token, token == draft, scores, row)
             if finished or token != draft:
                 break
-        return finished, i + (token == draft)
+        return finished, draft_ids, i + (token == draft)
 
     def append(self, token: int, is_draft: bool, scores: torch.Tensor, raw: torch.Tensor) -> bool:
         """Keep one token, with its scores and logits `(V,)` where they were asked for; returns whether it stops."""
         if not is_draft:  # an accepted draft is in the buffer already
             self.buffer[0, self.num_tokens] = token
         self.num_tokens += 1
-        self.last_id = token
+        self.kept_ids.append(token)
         if self.scores is not None:
-            self.scores += (scores[None].clone(),)
+            self.scores += (scores[None].to(self.prompt_device, copy=True),)
         if self.logits is not None:
-            self.logits += (raw[None].clone(),)
+            self.logits += (raw[None].to(self.prompt_device, copy=True),)
         finished = token in self.eos_ids or self.num_tokens >= self.max_length
         if self.criteria:
             finished |= bool(self.criteria(self.ids, self.scores).all())
         return finished
 
     def keep_states(self, outputs, num_new: int, first: bool) -> None:
-        """Hidden states and attentions that the user asked for, one entry a token, as from plain `generate`."""
+        """Hidden states and attentions that the user asked for, one entry per token, as from plain `generate`."""
         rows = range(num_new)
         if self.hidden_states is not None:
             self.hidden_states += (
@@ -575,18 +628,17 @@ class _Loop:
                 else tuple(_row_attentions(outputs, self.target.config, i) for i in rows)
             )
 
-    def stream(self, start: int, draft_ids: list[int], num_accepted: int) -> None:
+    def stream(self, draft_ids: list[int], num_accepted: int) -> None:
         """Hand the new tokens to the streamer, or the whole round to one with a `put_round` method."""
         if self.streamer is None:
             return
-        new_ids = self.buffer[:, start : self.num_tokens].cpu()
         if (put_round := getattr(self.streamer, "put_round", None)) is not None:
-            put_round(new_ids[0].tolist(), draft_ids, num_accepted)
+            put_round(self.kept_ids, draft_ids, num_accepted)
         else:
-            self.streamer.put(new_ids)
+            self.streamer.put(torch.tensor([self.kept_ids]))
 
     def result(self, cache: Cache):
-        ids = self.ids.clone()
+        ids = self.ids.to(self.prompt_device, copy=True)
         if not self.config.return_dict_in_generate:
             return ids
         return HyperDFlashGenerateOutput(
@@ -605,12 +657,12 @@ def num_leading(flags: list[bool]) -> int:
     return flags.index(False) if False in flags else len(flags)
 
 
-def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> int:
-    """The target's own token from `probs` `(V,)`; after a rejection from the normalised rest `max(p - q, 0)`."""
+def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> torch.LongTensor:
+    """The target's own token `(1,)` from `probs` `(V,)`; after a rejection from what is left, `max(p - q, 0)`."""
     if rejected is not None:
         rest = (probs - rejected).clamp(min=0)
-        probs = rest if rest.sum() > 0 else probs
-    return int(torch.multinomial(probs, 1))
+        probs = torch.where(rest.sum() > 0, rest, probs)  # no `if`: it would wait for the device
+    return torch.multinomial(probs, 1)
 
 
 def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
@@ -629,12 +681,17 @@ def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
     return attentions
 
 
+def _reach(config: PretrainedConfig) -> int | None:
+    """How many positions before the anchor a drafter's layers can see, or None where one of them sees all."""
+    return None if "full_attention" in config.layer_types else config.sliding_window
+
+
 def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
     """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches: an MTP module's
     first query is the last of them."""
     if mask is not None:
         residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
-    if "full_attention" not in config.layer_types:
-        first = max(residual.shape[1] - config.sliding_window, 0)
+    if (reach := _reach(config)) is not None:
+        first = max(residual.shape[1] - reach, 0)
         residual = residual[:, first:].clone() if first else residual  # a slice would keep the whole prompt's alive
     return residual

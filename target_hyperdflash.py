@@ -8,10 +8,12 @@ bit for bit as a fresh run would hold them, and drops the record. Without record
 library's layers.
 
 Importing this file (loading a drafter does) gives `DeepseekV4ForCausalLM` three things, once per process
-(`set_up_deepseek_v4`): it is no longer refused as stateful, the caches of assisted calls get rewindable layers, and
-`_assisted_decoding` hands over to an assistant that brings its own loop. Plain `generate` is untouched.
+(`set_up_deepseek_v4`): an assistant model and prompt lookup are no longer refused, the caches of their calls get
+rewindable layers, and `_assisted_decoding` hands over to an assistant that brings its own loop. Everything else that
+transformers refuses for a stateful model (early exit, recipes that crop a cache) stays refused, and plain `generate`
+is untouched.
 
-Nothing here knows of a drafter. Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows
+Nothing here depends on a drafter. Shapes: `keys` (= `values`, V4 shares them) `(B, 1, T, head_dim)`; compressor rows
 `(B, T, width)`; entries `(B, entries, head_dim)`; overlap slices `(B, rate, head_dim)`; residual `(B, T, m, D)`.
 Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
 """
@@ -19,13 +21,16 @@ Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
 import functools
 import inspect
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
@@ -49,7 +54,10 @@ except ImportError as error:
 
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):
-    """Sliding-window K = V that can take back every position written since recording or the last `crop`."""
+    """Sliding-window K = V that can take back every position written since recording or the last `crop`; with
+    `max_rewind`, at most so many of the last ones, and no more is kept on record than that needs."""
+
+    max_rewind: int | None = None
 
     def __init__(self, sliding_window: int, **kwargs):
         super().__init__(sliding_window=sliding_window)
@@ -73,12 +81,15 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         num_new = key_states.shape[-2]
         full = torch.cat([self.keys, key_states], dim=-2) if self.keys.numel() else key_states
         visible = full[:, :, -(self.sliding_window - 1 + num_new) :, :]
-        self.cumulative_length += num_new
-        if self.record_past:
-            self.num_recorded += num_new
-            self.keys = self.values = full
-        else:
-            self.keys = self.values = self._window(full)
+        num_recorded = self.num_recorded + num_new if self.record_past else 0
+        kept = full if self.record_past else self._window(full)
+        if self.record_past and self.max_rewind is not None:
+            num_recorded = min(num_recorded, self.max_rewind)
+            kept = _rows_from(full, full.shape[-2] - (self.sliding_window - 1 + self.max_rewind), dim=-2)
+        # One step: an interruption (Ctrl-C) between two lines would leave a counter that its tensor does not match
+        vars(self).update(
+            keys=kept, values=kept, cumulative_length=self.cumulative_length + num_new, num_recorded=num_recorded
+        )
         return visible, visible
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -94,13 +105,7 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
                 f"cannot take back {num_removed} positions: {self.num_recorded} were recorded since "
                 "activate_past_recording() or the last crop()"
             )
-        if num_removed:
-            self.cumulative_length -= num_removed
-            self._rewind(num_removed)
-        if self.keys is not None:
-            self.keys = self.values = self._window(self.keys, num_removed)
-        self.num_recorded = 0
-        self._drop_record()
+        vars(self).update(self._rewound(num_removed))  # one step, as in `update`
 
     def _window(self, keys: torch.Tensor, num_removed: int = 0) -> torch.Tensor:
         """The last `window - 1` positions before the removed ones."""
@@ -108,11 +113,13 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         length = min(num_kept, self.sliding_window - 1)
         return keys.narrow(-2, num_kept - length, length)
 
-    def _rewind(self, num_removed: int) -> None:
-        """Compressor state of `num_removed` positions ago (`cumulative_length` is already the new one)."""
-
-    def _drop_record(self) -> None:
-        """Forget the rows kept for a rewind."""
+    def _rewound(self, num_removed: int) -> dict[str, Any]:
+        """The attributes as they were `num_removed` positions ago, with an empty record. Changes nothing itself."""
+        keys = self.keys
+        if keys is not None and keys.ndim == 4:  # before the first update the library keeps an empty vector there
+            keys = self._window(keys, num_removed)
+        length = self.cumulative_length - num_removed
+        return {"keys": keys, "values": keys, "cumulative_length": length, "num_recorded": 0}
 
     def _map_states(self, fn) -> None:
         """Apply `fn` to every state tensor (batch first)."""
@@ -130,8 +137,7 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.num_recorded = 0
-        self._drop_record()
+        vars(self).update(self._rewound(0))
 
 
 class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
@@ -145,11 +151,8 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
 
     def _start_record(self) -> None:
         self.num_recorded = 0
-        # Per compressor, one item a forward: (first entry not closed before it, raw rows of kv and gate from there on)
+        # Per compressor, one item per forward: (first entry not closed before it, raw rows of kv and gate from there)
         self._rows: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-
-    def _drop_record(self) -> None:
-        self._rows.clear()
 
     def store_compression_weights(self, name: str, kv: torch.Tensor, gate: torch.Tensor):
         """As in the library; the rows from the last entry boundary on go on record."""
@@ -159,24 +162,47 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             kv = torch.cat([buffer_kv, kv], dim=1)
             gate = torch.cat([self.buffer_gate[name], gate], dim=1)
         if self.record_past:
-            self._rows.setdefault(name, []).append((first_entry, kv, gate))
+            skipped = self._first_kept_entry(first_entry) - first_entry
+            rows = (_rows_from(x, skipped * rate) for x in (kv, gate))
+            self._rows.setdefault(name, []).append((first_entry + skipped, *rows))
         usable = kv.shape[1] // rate * rate
         self.buffer_kv[name], self.buffer_gate[name] = kv[:, usable:], gate[:, usable:]
         return kv[:, :usable], gate[:, :usable], first_entry * rate
 
-    def _rewind(self, num_removed: int) -> None:
-        num_entries, num_buffered = divmod(self.cumulative_length, self.compress_rate)
+    def _first_kept_entry(self, first: int) -> int:
+        """The first entry, from `first` on, whose rows a rewind of `max_rewind` positions can need."""
+        if self.max_rewind is None:
+            return first
+        return max(first, (self.cumulative_length - self.max_rewind) // self.compress_rate)
+
+    def _rewound(self, num_removed: int) -> dict[str, Any]:
+        state = {**super()._rewound(num_removed), "_rows": {}}
+        if not num_removed:
+            return state
+        num_entries, num_buffered = divmod(state["cumulative_length"], self.compress_rate)
+        buffer_kv, buffer_gate = dict(self.buffer_kv), dict(self.buffer_gate)
+        compressed_kv, entry_count = dict(self.compressed_kv), dict(self.entry_count)
         for name, record in self._rows.items():
+            if not record:  # an interruption came before its first item
+                continue
             # The first forward that reached the new length holds every row since the new last entry boundary
             for first_entry, kv, gate in record:  # noqa: B007
                 start = (num_entries - first_entry) * self.compress_rate
                 if start + num_buffered <= kv.shape[1]:
                     break
-            self.buffer_kv[name] = kv.narrow(1, start, num_buffered)
-            self.buffer_gate[name] = gate.narrow(1, start, num_buffered)
-            if num_entries < self.entry_count[name]:
-                self.compressed_kv[name] = self.compressed_kv[name].narrow(1, 0, num_entries)
-                self.entry_count[name] = num_entries
+            buffer_kv[name] = kv.narrow(1, start, num_buffered)
+            buffer_gate[name] = gate.narrow(1, start, num_buffered)
+            # An interrupted forward may have added entries that it did not count yet: the tensor's own length decides
+            if compressed_kv[name] is not None and compressed_kv[name].shape[1] > num_entries:
+                compressed_kv[name] = compressed_kv[name].narrow(1, 0, num_entries)
+            entry_count[name] = num_entries
+        return {
+            **state,
+            "buffer_kv": buffer_kv,
+            "buffer_gate": buffer_gate,
+            "compressed_kv": compressed_kv,
+            "entry_count": entry_count,
+        }
 
     def _map_states(self, fn) -> None:
         super()._map_states(fn)
@@ -202,28 +228,33 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
         # Per compressor: (index of the first window, its Ca slices (B, windows, rate, head_dim) of kv and gate)
         self._slices: dict[str, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
 
-    def _drop_record(self) -> None:
-        super()._drop_record()
-        self._slices.clear()
-
     def update_overlap_state(self, name: str, chunk_kv: torch.Tensor, chunk_gate: torch.Tensor, head_dim: int):
         if self.record_past:
             record = self._slices.setdefault(name, [])
             first = self.entry_count[name]
             if not record and self.overlap_kv[name] is not None:
                 record.append((first - 1, self.overlap_kv[name][:, None], self.overlap_gate[name][:, None]))
-            record.append((first, chunk_kv[..., :head_dim], chunk_gate[..., :head_dim]))
+            # A rewind may end with the entry before the first one kept, whose slice the next window then reads
+            skipped = max(self._first_kept_entry(first) - 1 - first, 0)
+            slices = (_rows_from(x[..., :head_dim], skipped) for x in (chunk_kv, chunk_gate))
+            record.append((first + skipped, *slices))
         return super().update_overlap_state(name, chunk_kv, chunk_gate, head_dim)
 
-    def _rewind(self, num_removed: int) -> None:
-        super()._rewind(num_removed)
-        last_entry = self.cumulative_length // self.compress_rate - 1
+    def _rewound(self, num_removed: int) -> dict[str, Any]:
+        state = {**super()._rewound(num_removed), "_slices": {}}
+        if not num_removed:
+            return state
+        last_entry = state["cumulative_length"] // self.compress_rate - 1
+        overlap_kv, overlap_gate = dict(self.overlap_kv), dict(self.overlap_gate)
         for name, record in self._slices.items():
-            self.overlap_kv[name] = self.overlap_gate[name] = None  # unless a window is still closed
+            if not record:  # an interruption came before its first item
+                continue
+            overlap_kv[name] = overlap_gate[name] = None  # unless a window is still closed
             for first, kv, gate in record:
                 if 0 <= last_entry - first < kv.shape[1]:
-                    self.overlap_kv[name] = kv.select(1, last_entry - first)
-                    self.overlap_gate[name] = gate.select(1, last_entry - first)
+                    overlap_kv[name] = kv.select(1, last_entry - first)
+                    overlap_gate[name] = gate.select(1, last_entry - first)
+        return {**state, "overlap_kv": overlap_kv, "overlap_gate": overlap_gate}
 
     def _map_states(self, fn) -> None:
         super()._map_states(fn)
@@ -233,6 +264,11 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
                     states[name] = fn(tensor)
         for name, record in self._slices.items():
             self._slices[name] = [(first, fn(kv), fn(gate)) for first, kv, gate in record]
+
+
+def _rows_from(tensor: torch.Tensor, start: int, dim: int = 1) -> torch.Tensor:
+    """The rows from `start` on; a copy where any are left out, as a slice would keep them alive."""
+    return tensor.narrow(dim, start, tensor.shape[dim] - start).clone() if start > 0 else tensor
 
 
 _REWINDABLE = {
@@ -246,10 +282,10 @@ def make_rewindable(cache: Cache, config) -> Cache:
     """Give a DeepSeek-V4 `DynamicCache` rewindable layers, in place, keeping what it already holds.
 
     Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's
-    registry of layer types is left alone: it has one slot a type for every cache and every model of the process.
+    registry of layer types is left alone: it has one slot per type for every cache and every model of the process.
 
-    Raises `ValueError` for a cache that is not dynamic, is offloaded, has another number of layers than the config, or
-    has been recording with layers that cannot rewind.
+    Raises `ValueError` for a cache that is not dynamic, is offloaded, has another number of layers than the config,
+    was left half-written by an interrupted call, or has been recording with layers that cannot rewind.
     """
     if not isinstance(cache, DynamicCache) or cache.offloading:
         kind = "an offloaded cache" if isinstance(cache, DynamicCache) else f"a {type(cache).__name__}"
@@ -259,8 +295,40 @@ def make_rewindable(cache: Cache, config) -> Cache:
             f"the cache has {len(cache.layers)} layers, DeepSeek-V4's config has {config.num_hidden_layers}: build it "
             "with DynamicCache(config=target.config)"
         )
+    check_lengths(cache)
     cache.layers = [_rewindable_layer(layer, config) for layer in cache.layers]
     return cache
+
+
+def check_lengths(cache: Cache) -> None:
+    """Raises `ValueError` for a cache that an interrupted call left in the middle of a forward or of a round: going on
+    with it would give other text without a word."""
+    lengths = [length for layer in cache.layers for length in _lengths(layer)]
+    if len(set(lengths)) > 1:
+        raise ValueError(
+            f"the cache's layers hold between {min(lengths)} and {max(lengths)} positions, as an interrupted call "
+            "leaves them: start from a new cache"
+        )
+    if any(getattr(layer, "num_recorded", 0) for layer in cache.layers):
+        raise ValueError(
+            f"the last positions of the cache's {lengths[0]} are unverified drafts of an interrupted call: start from "
+            "a new cache"
+        )
+
+
+def _lengths(layer) -> Iterator[int]:
+    """How many positions a layer holds: by its window's counter, and by the entries and buffers of each compressor."""
+    yield layer.get_seq_length()
+    for name, num_entries in getattr(layer, "entry_count", {}).items():
+        kv, gate, entries = (
+            _num_rows(part[name]) for part in (layer.buffer_kv, layer.buffer_gate, layer.compressed_kv)
+        )
+        yield layer.compress_rate * num_entries + kv
+        yield layer.compress_rate * entries + gate
+
+
+def _num_rows(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[1]
 
 
 def _rewindable_layer(layer, config):
@@ -324,10 +392,9 @@ def set_up_deepseek_v4() -> None:
     for method in (_assisted_decoding, _validate_generation_mode, _prepare_cache_for_generation):
         name = method.__name__  # the library's signature stays visible: `generate` reads it
         setattr(DeepseekV4ForCausalLM, name, functools.wraps(getattr(GenerationMixin, name))(method))
-    DeepseekV4ForCausalLM._is_stateful = False
 
 
-def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
+def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model=None, **kwargs):
     if (loop := getattr(assistant_model, "assisted_decoding_loop", None)) is not None:
         return loop(self, input_ids, *args, **kwargs)
     if (cache := kwargs.get("cache")) is not None and cache.get_seq_length():
@@ -335,16 +402,41 @@ def _assisted_decoding(self, input_ids, *args, assistant_model=None, **kwargs):
             f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
             "feed them again. Pass no cache, or use a HyperDFlash drafter"
         )
-    try:
+    if (
+        assistant_model is None and cache is not None
+    ):  # prompt lookup: the library records from before the prompt, and takes back candidates
+        config = kwargs["generation_config"]
+        for layer in cache.layers:
+            layer.max_rewind = config.prompt_lookup_num_tokens + 1  # and the token before them, if interrupted
+    with recording_stopped(cache):
         return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
-    finally:
-        _stop_recording(cache)
 
 
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-    if (validate := getattr(generation_mode_kwargs.get("assistant_model"), "validate_call", None)) is not None:
+    assistant = generation_mode_kwargs.get("assistant_model")
+    if (validate := getattr(assistant, "validate_call", None)) is not None:
+        if hasattr(assistant, "_orig_mod"):
+            raise ValueError(
+                "torch.compile(drafter) makes a wrapper that decoding would not run: compile the drafter in place "
+                "with drafter.compile()"
+            )
         validate(self, generation_mode, generation_config)
+    if _can_rewind_for(assistant, generation_mode, generation_config):
+        # All that the library checks for this mode alone is that the model is not stateful, which these caches answer
+        generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def _can_rewind_for(assistant, generation_mode: GenerationMode, config: GenerationConfig) -> bool:
+    """Whether rewindable layers are all that an assisted call lacks. Early exit and the library's own MTP are not
+    among these: the one runs part of the layers on the same cache, for the other V4 has no modules."""
+    return (
+        generation_mode == GenerationMode.ASSISTED_GENERATION
+        and (assistant is not None or config.prompt_lookup_num_tokens is not None)
+        and config.assistant_early_exit is None
+        and not config.use_mtp
+        and config.num_return_sequences == 1
+    )
 
 
 def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
@@ -356,10 +448,28 @@ def _prepare_cache_for_generation(self, generation_config, model_kwargs, generat
         make_rewindable(model_kwargs["cache"], self.config)
 
 
+@contextmanager
+def recording_stopped(cache: Cache | None) -> Iterator[None]:
+    """Stops recording at the end of a call. An interrupted call also takes back what it had not verified, so that the
+    cache can be used again; where that fails too, `check_lengths` refuses the cache, and the first error is raised."""
+    try:
+        yield
+    except BaseException:
+        with suppress(Exception):
+            _stop_recording(cache)
+        raise
+    _stop_recording(cache)
+
+
 def _stop_recording(cache: Cache | None) -> None:
-    for layer in cache.layers if cache is not None else ():
-        if hasattr(layer, "deactivate_past_recording"):
-            layer.deactivate_past_recording()
+    layers = [layer for layer in (cache.layers if cache is not None else ()) if hasattr(layer, "num_recorded")]
+    # In the middle of a forward some layers have more positions than others, in the middle of a crop some have fewer:
+    # all can go back to the longest of what is verified.
+    verified = max((layer.get_seq_length() - layer.num_recorded for layer in layers), default=0)
+    for layer in layers:
+        layer.crop(min(verified - layer.get_seq_length(), 0))
+        layer.deactivate_past_recording()
+        layer.max_rewind = None
 
 
 # ---------------------------------------------------------------------------------------------------- the residual tap
@@ -374,10 +484,13 @@ class ResidualTap:
         layer_ids (`list[int]`, *optional*):
             Zero-based layers whose outputs are read, concatenated on the last axis, `(B, T, m, L * D)`. By default the
             input of hc_head: the final residual before its paths are collapsed, `(B, T, m, D)`.
+        last (`int`, *optional*):
+            Keep only so many of the last positions. A prompt read in chunks then costs no more than its tail; may be
+            set to None later.
     """
 
-    def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None):
-        self.target, self.layer_ids = target, layer_ids
+    def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None, last: int | None = None):
+        self.target, self.layer_ids, self.last = target, layer_ids, last
         self._outputs: list[list[torch.Tensor]] = []
         self._handles = []
 
@@ -387,7 +500,7 @@ class ResidualTap:
 
         def keep(slot, tensor):
             if threading.get_ident() == thread:
-                self._outputs[slot].append(tensor)
+                self._keep(self._outputs[slot], tensor)
 
         if self.layer_ids is None:
             self._outputs = [[]]
@@ -403,6 +516,13 @@ class ResidualTap:
     def __exit__(self, *exc):
         for handle in self._handles:
             handle.remove()
+
+    def _keep(self, parts: list[torch.Tensor], tensor: torch.Tensor) -> None:
+        if self.last is not None:
+            tensor = _rows_from(tensor, tensor.shape[1] - self.last)
+        parts.append(tensor)
+        while self.last is not None and sum(part.shape[1] for part in parts[1:]) >= self.last:
+            parts.pop(0)
 
     def take(self) -> torch.Tensor:
         """The residuals of all forwards since the last call, `(B, T, m, L * D)`."""

@@ -1,4 +1,4 @@
-"""Figures about a pair of runs: what speculative decoding changed (nothing), and what it gained."""
+"""Compare a plain and a speculative run: where their ids part, and what was gained."""
 
 import math
 import time
@@ -8,8 +8,10 @@ import torch
 from ..generation_hyperdflash import SpeculativeStats
 
 # Forwards of one token and of a block round differently: by up to 1.3e-5 in a logit of the tiny target in fp32, and
-# 0.13 in bf16, and the gap of two logits moves by up to twice that. Where two tokens' gap is at most this, a tie
-# explains that the other came. fp32 has room to spare: so small a gap is too rare for a wrong token to hide behind it.
+# 0.13 in bf16, and the gap of two logits moves by up to twice that. Where two tokens' gap is at most this, rounding
+# may explain that the other came. In fp32 so small a gap is too rare for a wrong token to hide behind it. In bf16 it
+# proves nothing either way (a random target's logits move by more than 0.5): there the loop is held, exactly, against
+# the target's own forwards of the same shapes (tests/audit.py).
 TIE_GAPS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 
 
@@ -37,7 +39,7 @@ def first_difference(target, plain: torch.LongTensor, other: torch.LongTensor) -
     Returns:
         None when they are equal; else the position, and by how much the lower of the two tokens' logits is below the
         target's best one: at rounding level when a tie explains the difference. The gap is infinite, as no tie
-        explains it, when one run only ends earlier or the logits are no numbers.
+        explains it, when one run only ends earlier or the logits are NaN.
     """
     length = min(plain.shape[1], other.shape[1])
     different = (plain[0, :length] != other[0, :length]).nonzero()
@@ -56,7 +58,7 @@ def describe(stats: SpeculativeStats) -> str:
     rates = " ".join(f"{rate:.2f}" for rate in stats.per_position_acceptance_rates)
     return (
         f"{len(stats.num_drafts)} rounds, acceptance length (tau) {stats.acceptance_length:.2f}, "
-        f"accepted drafts {stats.accepted_drafts:.2f} a round, by position {rates or '-'}"
+        f"accepted drafts {stats.accepted_drafts:.2f} per round, by position {rates or '-'}"
     )
 
 

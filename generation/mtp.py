@@ -5,12 +5,13 @@ the token after it. It lives under `mtp.0.*` in a checkpoint and shares embeddin
 `mtp_state_dict` writes those tensors in the official naming; `load_mtp` reads that and transformers' naming.
 
     mtp = load_mtp(folder, target.config, max_drafts=3)
-    target.generate(**inputs, assistant_model=mtp)      # the loop, and the promise, of the HyperDFlash drafter
+    target.generate(**inputs, assistant_model=mtp)      # the same loop as the HyperDFlash drafter, just as lossless
 
 Legend: B batch, T sequence, m paths (`hc_mult`), D hidden, V vocabulary.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from ..common.checkpoint import file_in, tensor_files
-from ..generation_hyperdflash import DraftRequest, HyperDFlashAssistant, head_logits, warn_of_cap
+from ..generation_hyperdflash import DraftRequest, HyperDFlashAssistant, check_devices, head_logits, warn_of_cap
 from ..pairing_hyperdflash import check_call
 
 PREFIX = "mtp.0."
@@ -62,7 +63,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     (sliding attention, top-k MoE), the module's own head collapse and norm.
 
     Embedding and LM head are the target's and are handed in; nothing of them is stored here. As an assistant it drafts
-    `max_drafts` tokens a round, one after the other: the module's own output takes the residual's place for the next.
+    `max_drafts` tokens per round, one after the other: its own output takes the residual's place for the next one.
 
     Args:
         config: the target's.
@@ -133,6 +134,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     def validate_call(self, target, generation_mode, generation_config) -> None:
         """Raise `ValueError` for a call or a target that this module cannot draft for."""
         check_call(generation_mode, generation_config)
+        check_devices(self, target)
         for name in ("vocab_size", "hidden_size", "hc_mult"):
             ours, theirs = getattr(self.config, name), getattr(target.config, name)
             if ours != theirs:
@@ -203,55 +205,63 @@ def load_mtp(checkpoint: str | Path, config: DeepseekV4Config, max_drafts: int =
     Hyper-connections, norms and router bias stay in fp32, as in the target. Raises `ValueError` as `check_mtp_names`
     does, and for a module of other shapes; `OSError` for no weights at all.
     """
-    folder, tensors = Path(checkpoint), {}
+    folder = Path(checkpoint)
     files = tensor_files(partial(file_in, folder), checkpoint)
     files = {name: file for name, file in files.items() if name.startswith(PREFIX)}
     check_mtp_names(files, checkpoint)
-    for file in set(files.values()):
-        with safe_open(folder / file, framework="pt") as f:
-            tensors |= {name: f.get_tensor(name) for name in f.keys() if name in files}  # noqa: SIM118
-    tensors = _dequantised(tensors)
     with torch.device("meta"):  # 256 experts of V4-Flash need no random values first
         mtp = DeepseekV4MTP(config, max_drafts)
     mtp.rotary_emb = DeepseekV4RotaryEmbedding(mtp.config)  # no checkpoint has its buffers
     dtype = config.dtype or torch.get_default_dtype()
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # as config.json has it
     try:
-        state = {name: _find(tensors, name, value) for name, value in mtp.state_dict().items()}
-        for name in state:
-            keep = any(part in name for part in mtp._keep_in_fp32_modules_strict)
-            state[name] = state[name].to(torch.float32 if keep else dtype)
+        with ExitStack() as stack:
+            opened = {
+                file: stack.enter_context(safe_open(folder / file, framework="pt")) for file in set(files.values())
+            }
+            read = partial(_read, opened, files)
+            state = {}
+            for name, value in mtp.state_dict().items():
+                keep = any(part in name for part in mtp._keep_in_fp32_modules_strict)
+                state[name] = _find(read, name, value, torch.float32 if keep else dtype)
         mtp.load_state_dict(state, assign=True)
     except KeyError as error:
-        raise ValueError(f"{checkpoint} holds no whole MTP module: no tensor named {error.args[0]}") from error
+        raise ValueError(
+            f"{checkpoint} holds an incomplete MTP module: there is no tensor named {error.args[0]}"
+        ) from error
     except RuntimeError as error:  # of other shapes: the library names them all
         raise ValueError(f"the MTP module of {checkpoint} does not fit the target's config: {error}") from error
     return mtp.eval()
 
 
-def _dequantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights that have a scale beside them in bf16, the others as they are."""
-    out, dequantize = dict(tensors), Fp8Dequantize(None)
-    for name in tensors:
-        stem = name.removesuffix("weight")
-        for scale in (f"{stem}scale", f"{stem}weight_scale_inv"):
-            if scale in tensors and scale != name:
-                pair = {"weight": tensors[name], "weight_scale_inv": tensors[scale]}
-                out[name] = dequantize.convert(pair)["weight"]
-    return out
+def _read(opened: dict, files: dict[str, str], name: str) -> torch.Tensor:
+    """One tensor of the checkpoint, in bf16 where a scale beside it says that it is quantised."""
+    tensor = opened[files[name]].get_tensor(name)
+    stem = name.removesuffix("weight")
+    for scale in (f"{stem}scale", f"{stem}weight_scale_inv"):
+        if scale in files and scale != name:
+            pair = {"weight": tensor, "weight_scale_inv": opened[files[scale]].get_tensor(scale)}
+            return Fp8Dequantize(None).convert(pair)["weight"]
+    return tensor
 
 
-def _find(tensors: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> torch.Tensor:
-    """The tensor of a checkpoint for our `name`; experts are fused in transformers' naming only."""
-    own = PREFIX + name.removeprefix("layer.")
-    if own in tensors:
-        return tensors[own]
-    if name == "layer.mlp.experts.gate_up_proj":
-        pairs = ([tensors[f"{PREFIX}ffn.experts.{i}.{w}.weight"] for w in ("w1", "w3")] for i in range(len(value)))
-        return torch.stack([torch.cat(pair) for pair in pairs])
-    if name == "layer.mlp.experts.down_proj":
-        return torch.stack([tensors[f"{PREFIX}ffn.experts.{i}.w2.weight"] for i in range(len(value))])
-    return tensors[PREFIX + _official_name(name)]
+def _find(read: Callable[[str], torch.Tensor], name: str, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor of a checkpoint for our `name`, of the shape of `value` where it is put together from experts, which
+    are fused in transformers' naming only. Read one by one, so that no more than one is held twice."""
+    try:
+        return read(PREFIX + name.removeprefix("layer.")).to(dtype)
+    except KeyError:
+        if not name.startswith("layer.mlp.experts."):
+            return read(PREFIX + _official_name(name)).to(dtype)
+    fused = torch.empty(value.shape, dtype=dtype)
+    parts = ("w1", "w3") if name.endswith("gate_up_proj") else ("w2",)
+    for i, expert in enumerate(fused):
+        for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+            weight = read(f"{PREFIX}ffn.experts.{i}.{part}.weight")
+            if weight.shape != rows.shape:  # `copy_` would repeat a smaller one
+                raise RuntimeError(f"expert {i}'s {part} is {tuple(weight.shape)}, expected {tuple(rows.shape)}")
+            rows.copy_(weight)
+    return fused
 
 
 def check_mtp_names(names: Collection[str], where: str | Path) -> None:
@@ -264,4 +274,4 @@ def check_mtp_names(names: Collection[str], where: str | Path) -> None:
             f"{where} carries DSpark under mtp.*, not the native MTP module: that is in the preview checkpoint"
         )
     if f"{PREFIX}e_proj.weight" not in names:
-        raise ValueError(f"{where} holds no native MTP module: no tensor named {PREFIX}e_proj.weight")
+        raise ValueError(f"{where} holds no native MTP module: there is no tensor named {PREFIX}e_proj.weight")

@@ -1,4 +1,4 @@
-"""Streams for the terminal: the text as it comes, plain or with the drafts in colour."""
+"""Streamers for the terminal: the text as it is generated, plain or with the drafts in colour."""
 
 import sys
 

@@ -1,5 +1,6 @@
 """Around an assisted call: the set-up of the target class, refusals, other assistants, and nothing left behind."""
 
+import contextlib
 import copy
 import gc
 import importlib.util
@@ -17,6 +18,7 @@ from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_mo
 from tiny_v4 import (
     ALWAYS,
     CSA,
+    HCA,
     PATTERNS,
     SLIDING,
     TINY_WORLD_TARGET,
@@ -142,7 +144,7 @@ def test_set_up_twice_changes_nothing():
     set_up_deepseek_v4()
     after = {name: inspect.getattr_static(DeepseekV4ForCausalLM, name) for name in (*SEAMS, "_is_stateful")}
     assert before == after
-    assert not before["_is_stateful"]
+    assert before["_is_stateful"]  # the class refuses whatever else a stateful model is refused
 
 
 def test_two_copies_of_the_package_in_one_process_both_work(target, prompt, plain, monkeypatch):
@@ -174,7 +176,6 @@ def restored_v4(monkeypatch):
     """`DeepseekV4ForCausalLM` as the library ships it, until the test ends."""
     for name in SEAMS:
         monkeypatch.delattr(DeepseekV4ForCausalLM, name)
-    monkeypatch.setattr(DeepseekV4ForCausalLM, "_is_stateful", True)
 
 
 @pytest.mark.parametrize("name", [*SEAMS, "_prefill"])
@@ -631,6 +632,143 @@ def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(w
     with torch.no_grad():
         target(want[:, :length], cache=fresh, use_cache=True)
     assert_same_state(cache, fresh)
+
+
+class Interrupts:
+    """Raises `KeyboardInterrupt` before the given lines of the cache's code, counted over a call, as Ctrl-C may."""
+
+    FILES = (inspect.getsourcefile(RewindableSlidingLayer), inspect.getsourcefile(DeepseekV4HCACache))
+
+    def __init__(self, *lines: int):
+        self.lines, self.passed = lines, 0
+
+    def __enter__(self):
+        sys.settrace(self.enter_frame)
+        return self
+
+    def __exit__(self, *exc):
+        sys.settrace(None)
+
+    def enter_frame(self, frame, event, argument):
+        owner = type(frame.f_locals.get("self")).__name__
+        if frame.f_code.co_filename in self.FILES and (owner.startswith("Rewindable") or "self" not in frame.f_locals):
+            return self.count_line
+        return None
+
+    def count_line(self, frame, event, argument):
+        if event == "line":
+            self.passed += 1
+            if self.passed in self.lines:
+                raise KeyboardInterrupt
+        return self.count_line
+
+
+def check_interruptions(lines: range, more: tuple[int, ...] = ()) -> tuple[int, int]:
+    """A call is interrupted before each of these lines of the cache's code, and again so many lines later; then its
+    cache gives plain decoding's ids or is refused. Returns how often each."""
+    target = tiny_target((SLIDING, CSA, HCA), window=6, csa=2, hca=3)
+    want = greedy(target, random_ids(9), 20)
+    num_used = num_refused = 0
+    for line in lines:
+        cache = DynamicCache(config=target.config)
+        drafter = scripted_drafter(target, want, lambda r: (0, 2)[r % 2], block_size=4)
+        with Interrupts(line, *(line + n for n in more)) as interrupts, contextlib.suppress(KeyboardInterrupt):
+            greedy(target, want[:, :9], 8, cache=cache, assistant_model=drafter)
+        assert interrupts.passed >= line, "no such line: the call ended before it"
+        try:
+            outcome = greedy(target, want[:, :19], 10, cache=cache, assistant_model=drafter.follow(want, 2)).tolist()
+        except ValueError as error:
+            outcome = str(error)
+        is_refused = "start from a new cache" in outcome
+        assert is_refused or outcome == want[:, :29].tolist(), (line, outcome)
+        num_refused += is_refused
+        num_used += not is_refused
+    return num_used, num_refused
+
+
+@pytest.mark.parametrize("more", [(), (6,), (1, 2)], ids=["once", "again in the recovery", "three times"])
+def test_a_cache_interrupted_between_any_two_lines_gives_the_right_ids_or_is_refused(more):
+    num_used, num_refused = check_interruptions(range(3, 500, 23), more)
+    assert num_used
+    assert num_refused
+
+
+@pytest.mark.slow
+def test_a_cache_interrupted_before_every_line_gives_the_right_ids_or_is_refused():
+    check_interruptions(range(1, 560))
+
+
+def test_an_error_in_the_recovery_does_not_replace_the_calls_own(target, prompt, monkeypatch):
+    def fails(self, tokens_to_remove):
+        raise IndexError("of the recovery")
+
+    def interrupt(*args):
+        monkeypatch.setattr(RewindableSlidingLayer, "crop", fails)
+        raise RuntimeError("of the call")
+
+    for options in ({"assistant_model": tiny_drafter(target)}, {"prompt_lookup_num_tokens": 2}):
+        with monkeypatch.context(), target_hook(target, interrupt), pytest.raises(RuntimeError, match="of the call"):
+            greedy(target, prompt, 8, **options)
+        monkeypatch.undo()
+
+
+@contextlib.contextmanager
+def target_hook(target, hook):
+    handle = target.model.layers[1].register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def test_an_interrupted_prompt_lookup_leaves_no_unverified_position(target, prompt):
+    cache = DynamicCache(config=target.config)
+
+    def interrupt(module, args, output):
+        if cache.layers[1].get_seq_length() > 14:
+            raise KeyboardInterrupt
+
+    with target_hook(target, interrupt), pytest.raises(KeyboardInterrupt):
+        greedy(target, prompt, 20, cache=cache, prompt_lookup_num_tokens=3)
+    length = cache.get_seq_length()
+    assert 0 < length <= 14
+    plain = greedy(target, prompt, 20)
+    fresh = make_rewindable(DynamicCache(config=target.config), target.config)
+    with torch.no_grad():
+        target(plain[:, :length], cache=fresh, use_cache=True)
+    assert_same_state(cache, fresh)
+
+
+@pytest.mark.parametrize(
+    ("door", "options"),
+    [
+        ("early exit", {"assistant_early_exit": 1}),
+        ("early exit beside prompt lookup", {"assistant_early_exit": 1, "prompt_lookup_num_tokens": 2}),
+        ("the library's own MTP", {"use_mtp": True}),
+    ],
+)
+def test_what_needs_more_than_a_rewind_stays_refused(prompt, door, options):
+    """Before any work, as without the set-up; the target is as it was."""
+    target = tiny_target()
+    before = footprint(target)
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        greedy(target, prompt, 6, **options)
+    assert footprint(target) == before
+    assert greedy(target, prompt, 6).shape == (1, 16)
+
+
+def test_recipes_that_crop_caches_still_refuse_a_stateful_model(target, prompt):
+    """transformers-community/contrastive-search and dola ask the model for this flag."""
+    assert target._is_stateful
+    asked = []
+    target.generate(prompt, max_new_tokens=1, custom_generate=lambda model, *a, **k: asked.append(model._is_stateful))
+    assert asked == [True]
+
+
+def test_a_compiled_wrapper_is_refused_as_it_would_not_be_run(target, prompt):
+    drafter = tiny_drafter(target)
+    with pytest.raises(ValueError, match=r"drafter\.compile\(\)"):
+        greedy(target, prompt, 4, assistant_model=torch.compile(drafter))
 
 
 def test_a_filled_cache_is_refused_where_the_library_would_feed_it_twice():

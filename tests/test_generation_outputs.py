@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStre
 from transformers.generation import BaseStreamer
 
 from hyperdflash.generation_hyperdflash import SpeculativeStats
+from hyperdflash.target_hyperdflash import ResidualTap
 
 PROMPT_LENGTH = 10
 
@@ -139,6 +140,60 @@ def test_drafters_context_of_a_long_prompt_is_its_window(target):
         greedy(target, random_ids(200), 5, assistant_model=drafter)
         assert seen[0]["context_hidden_states"].shape == (1, num_context, 2, 32)
         assert seen[0]["position_ids"][0, [0, -1]].tolist() == [200 - num_context, 203]
+
+
+def test_tap_of_a_prompt_in_chunks_keeps_its_tail_alone(target, monkeypatch):
+    """What no window reaches is let go with the forward that made it."""
+    ids = random_ids(60)
+    with torch.no_grad(), ResidualTap(target) as whole, ResidualTap(target, last=8) as tail:
+        cache = DynamicCache(config=target.config)
+        for part in ids.split(7, dim=1):
+            target(part, cache=cache, use_cache=True)
+            kept = [x for parts in tail._outputs for x in parts]
+            assert sum(x.untyped_storage().nbytes() for x in kept) <= (8 + 7) * 2 * 32 * 4
+        assert torch.equal(tail.take()[:, -8:], whole.take()[:, -8:])
+    taken, take = [], ResidualTap.take
+    monkeypatch.setattr(ResidualTap, "take", lambda self: taken.append(take(self)) or taken[-1])
+    want = greedy(target, ids, 12)
+    drafter = tiny_drafter(target, sliding_window=8, block_size=8)
+    for options in ({}, {"prefill_chunk_size": 7}):
+        taken.clear()
+        assert greedy(target, ids, 12, assistant_model=drafter, **options).tolist() == want.tolist()
+        assert 8 <= taken[0].shape[1] < 8 + 7
+
+
+def test_prompt_lookup_keeps_the_rows_that_a_rewind_can_need(target):
+    """Of a long prompt: window, entries' rows and slices for the candidates of one round."""
+    kept = []
+
+    def watch(module, args, kwargs, output):
+        layers = kwargs["cache"].layers
+        rows = [x for layer in layers for record in getattr(layer, "_rows", {}).values() for x in record[0][1:]]
+        slices = [x for layer in layers for record in getattr(layer, "_slices", {}).values() for x in record[0][1:]]
+        kept.append(
+            [max(x.untyped_storage().nbytes() // x[0, 0].nbytes for x in part) for part in (rows, slices or rows)]
+            + [max(layer.keys.shape[-2] for layer in layers)]
+        )
+
+    handle = target.register_forward_hook(watch, with_kwargs=True)
+    prompt = random_ids(11).repeat(1, 12)
+    greedy(target, prompt, 2, prompt_lookup_num_tokens=3)
+    handle.remove()
+    rows, slices, keys = kept[0]
+    assert rows <= 4 + 2 * 8
+    assert slices <= 4
+    assert keys <= 7 + 4
+
+
+@pytest.mark.parametrize("stack", [(SLIDING, CSA, HCA), (CSA, CSA)])
+def test_prompt_lookup_rewinds_from_any_length(stack):
+    target = tiny_target(stack, window=6, csa=3, hca=5)
+    for length in range(2, 40, 3):
+        prompt = random_ids(7).repeat(1, 6)[:, :length]
+        want = greedy(target, prompt, 14)
+        for number in (1, 2, 7):
+            got = greedy(target, prompt, 14, prompt_lookup_num_tokens=number, max_matching_ngram_size=1)
+            assert got.tolist() == want.tolist()
 
 
 # ---------------------------------------------------------------------------------------------------------- statistics
@@ -423,7 +478,8 @@ def test_cache_is_a_fresh_one_after_every_round(stack):
     cache = DynamicCache(config=target.config)
     own, undone, before = drafter.draft, set(), {}
 
-    def checking(context, noise_ids, position, num_drafts, target, draft_cache):
+    def checking(request):
+        position = request.position
         ids = want[:, :position]
         now = copy.deepcopy(cache)
         assert now.get_seq_length() == position
@@ -431,7 +487,7 @@ def test_cache_is_a_fresh_one_after_every_round(stack):
         for rate in (4, 8):
             if before:
                 undone.add((rate, before["end"] // rate - position // rate))
-        drafts = own(context, noise_ids, position, num_drafts, target, draft_cache)
+        drafts = own(request)
         before["end"] = position + 1 + len(drafts)
         return drafts
 
