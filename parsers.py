@@ -35,7 +35,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = make_parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not (hasattr(args, "overrides") and all("=" in r and not r.startswith("-") for r in rest)):
-        parser.error(f"what is meant by {' '.join(rest)}?")
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:  # argparse takes no key=value behind an option
         args.overrides += rest
     return args
