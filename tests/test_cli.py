@@ -134,7 +134,7 @@ def never_loaded(monkeypatch):
         (["--prompt", "x", "--drafter-revision", "main"], "revision='main' belongs to a Hub id"),
         (["--prompt", "x", "--raw", "--mode", "thinking"], "--raw leaves out the chat encoding"),
         (["--prompt", "x", "--trace", "x.json"], "ends in .html, not x.json"),
-        (["--prompt", "x", "surplus"], "what is meant by surplus?"),
+        (["--prompt", "x", "surplus"], "unrecognized arguments: surplus"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
