@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
 DRAFT_HEADS = ("none", "markov")
+VERIFICATIONS = ("block", "token")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 SIZES = (
     "hidden_size",
@@ -82,6 +83,10 @@ class HyperDFlashConfig(PreTrainedConfig):
         verify_cost (`float`, *optional*, defaults to 0.03):
             Time of one more draft and its verification, as a share of a round without drafts, against which a draft's
             gain is weighed (`python -m hyperdflash.benchmark.profile_rounds` measures it).
+        verification (`str`, *optional*, defaults to `"block"`):
+            How sampled drafts are verified, losslessly either way: `"block"` judges a round's drafts together (arXiv
+            2403.10444) and keeps more of them than `"token"`, which judges one after the other (arXiv 2211.17192).
+            Greedy decoding is the same with both.
         bos_token_id (`int`, *optional*), eos_token_id (`int` or `list[int]`, *optional*), pad_token_id (`int`,
         *optional*):
             The target's. transformers' text-generation pipeline compares them with the target's own.
@@ -131,6 +136,8 @@ class HyperDFlashConfig(PreTrainedConfig):
     draft_confidence: bool = False
     verify_cost: float | int = 0.03
 
+    verification: str = "block"
+
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -178,6 +185,7 @@ class HyperDFlashConfig(PreTrainedConfig):
             ("context_source", self.context_source, CONTEXT_SOURCES),
             ("reducer", self.reducer, REDUCERS),
             ("draft_head", self.draft_head, DRAFT_HEADS),
+            ("verification", self.verification, VERIFICATIONS),
             *(("layer_types", layer_type, LAYER_TYPES) for layer_type in self.layer_types),
         ):
             if value not in allowed:

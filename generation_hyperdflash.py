@@ -72,7 +72,8 @@ class SpeculativeStats:
     """What happened in each round of one or more `generate` calls.
 
     A round proposed at least one draft; drafts accepted are counted before an end-of-text token trims them. (Where a
-    logits processor looks at the prefix, nothing behind the end is judged, and so nothing there counts.)
+    logits processor looks at the prefix, nothing behind the end is judged, and so nothing there counts.) When sampling
+    with block verification, a draft that is accepted may owe it to the drafts behind it.
 
     Attributes:
         num_drafts (`list[int]`): drafts proposed, by round.
@@ -186,6 +187,11 @@ class HyperDFlashAssistant:
     def tapped_layer_ids(self) -> list[int] | None:
         """Target layers whose outputs the drafter reads; None for the residual before hc_head."""
         return self.config.tapped_layer_ids
+
+    @property
+    def verification(self) -> str:
+        """How sampled drafts are verified: `"block"` or `"token"`."""
+        return self.config.verification
 
     def validate_call(
         self,
@@ -650,6 +656,41 @@ class _Loop:
             cache=cache,
             speculation=self.stats,
         )
+
+
+def block_verification(
+    probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Verification of a whole block (Sun et al., arXiv 2403.10444, algorithm 2): what a sampled prefix is kept with.
+
+    The kept prefix ends at the last draft whose chance succeeds, so an early draft may be kept because of later ones.
+    After draft i the own token then comes from `max(w_i p - q, 0)`, normalised, and after the last draft from `p`.
+    Together they are distributed as the target's tokens, for any `q` that the drafts were really drawn from, however
+    many drafts there are; their number must not depend on a draft's own token. No draft is kept less often than by
+    verification token by token; with one draft, or one possible token per slot, the two are the same.
+
+    Args:
+        probs (`torch.Tensor` of shape `(n + 1, V)`): p, the target's distributions of the n drafts and the token after.
+        draft_probs (`torch.Tensor` of shape `(n, V)`): q, the distributions that the drafts were drawn from.
+
+    Returns:
+        The chance that the prefix up to draft 1, ..., n is kept by itself, `(n,)`; and the weights `w_0, ..., w_n`,
+        `(n + 1,)`.
+    """
+    num_drafts = len(draft_ids)
+    slots = range(num_drafts)
+    ratio = probs[slots, draft_ids] / draft_probs[slots, draft_ids]
+    weight = torch.ones_like(ratio[0])
+    weights = [weight]
+    for i in slots:
+        weight = (weight * ratio[i]).clamp(max=1)
+        weights.append(weight)
+    weights = torch.stack(weights)
+    # What is left to draw the own token from after drafts 1, ..., n - 1, and what keeping them leaves to the others
+    rest = (weights[1:-1, None] * probs[1:-1] - draft_probs[1:]).clamp(min=0).sum(-1)
+    # 0 / 0 where p is q: all later drafts are kept then, so this prefix need not be
+    chances = (rest / (rest + 1 - weights[1:-1])).nan_to_num(0.0)
+    return torch.cat([chances, weights[-1:]]), weights
 
 
 def num_leading(flags: list[bool]) -> int:

@@ -71,6 +71,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
     """
 
     tapped_layer_ids = None  # the residual before hc_head
+    verification = "block"
     max_drafts = 3  # an attribute, where the drafter's is derived from its block
 
     def __init__(self, config: DeepseekV4Config, max_drafts: int = 3):
