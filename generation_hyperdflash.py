@@ -670,7 +670,7 @@ def block_verification(
     verification token by token; with one draft, or one possible token per slot, the two are the same.
 
     Args:
-        probs (`torch.Tensor` of shape `(n + 1, V)`): p, the target's distributions of the n drafts and the token after.
+        probs (`torch.Tensor` of shape `(n + 1, V)`): p, the target's distributions for the drafts and the token after.
         draft_probs (`torch.Tensor` of shape `(n, V)`): q, the distributions that the drafts were drawn from.
 
     Returns:
