@@ -559,20 +559,26 @@ class _Loop:
     def judge_samples(
         self, scores: torch.Tensor, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None
     ) -> torch.LongTensor:
-        """Speculative sampling (arXiv 2211.17192) from processed scores `(n + 1, V)`, on the device alone.
+        """Speculative sampling from processed scores `(n + 1, V)`, on the device alone.
 
-        A draft is kept with probability min(1, p / q); after the first rejection the own token comes from what q left
-        over of p, so that the two together are distributed as p.
+        Token by token (arXiv 2211.17192) a draft is kept with probability min(1, p / q); after the first rejection the
+        own token comes from what q left over of p, so that the two together are distributed as p. By default the whole
+        block is judged together instead, see `block_verification`.
 
         Returns the drafts, the number of accepted ones, and the target's own next token, `(n + 2,)`.
         """
         probs = scores.softmax(-1)  # p
         if drafts is None or not len(drafts):
             return torch.cat([probs.new_zeros(1, dtype=torch.long), torch.multinomial(probs[0], 1)])
-        columns = drafts[:, None]
-        ratio = (probs[:-1].gather(1, columns) / draft_probs.gather(1, columns))[:, 0]
-        num_accepted = (torch.rand_like(ratio) < ratio).cumprod(0).sum(0, keepdim=True)  # (1,)
-        row = probs.index_select(0, num_accepted)[0]
+        if self.drafter.verification == "token":
+            ratio = _ratios(probs, draft_probs, drafts)
+            num_accepted = (torch.rand_like(ratio) < ratio).cumprod(0).sum(0, keepdim=True)  # (1,)
+            row = probs.index_select(0, num_accepted)[0]
+        else:
+            chances, weights = block_verification(probs, draft_probs, drafts)
+            ends = torch.arange(1, len(drafts) + 1, device=probs.device)
+            num_accepted = (ends * (torch.rand_like(chances) < chances)).amax(0, keepdim=True)  # (1,)
+            row = (weights[:, None] * probs).index_select(0, num_accepted)[0]
         rejected = draft_probs.index_select(0, num_accepted.clamp(max=len(drafts) - 1))[0]
         own = _sample_own(row, rejected * (num_accepted < len(drafts)))
         return torch.cat([drafts, num_accepted, own])
@@ -659,7 +665,7 @@ class _Loop:
 
 
 def block_verification(
-    probs: torch.Tensor, draft_probs: torch.Tensor, draft_ids: list[int]
+    probs: torch.Tensor, draft_probs: torch.Tensor, drafts: torch.LongTensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Verification of a whole block (Sun et al., arXiv 2403.10444, algorithm 2): what a sampled prefix is kept with.
 
@@ -672,25 +678,28 @@ def block_verification(
     Args:
         probs (`torch.Tensor` of shape `(n + 1, V)`): p, the target's distributions for the drafts and the token after.
         draft_probs (`torch.Tensor` of shape `(n, V)`): q, the distributions that the drafts were drawn from.
+        drafts (`torch.LongTensor` of shape `(n,)`): the drafts' ids.
 
     Returns:
         The chance that the prefix up to draft 1, ..., n is kept by itself, `(n,)`; and the weights `w_0, ..., w_n`,
         `(n + 1,)`.
     """
-    num_drafts = len(draft_ids)
-    slots = range(num_drafts)
-    ratio = probs[slots, draft_ids] / draft_probs[slots, draft_ids]
-    weight = torch.ones_like(ratio[0])
-    weights = [weight]
-    for i in slots:
-        weight = (weight * ratio[i]).clamp(max=1)
-        weights.append(weight)
+    ratios = _ratios(probs, draft_probs, drafts)
+    weights = [torch.ones_like(ratios[0])]
+    for ratio in ratios.unbind():
+        weights.append((weights[-1] * ratio).clamp(max=1))
     weights = torch.stack(weights)
     # What is left to draw the own token from after drafts 1, ..., n - 1, and what keeping them leaves to the others
     rest = (weights[1:-1, None] * probs[1:-1] - draft_probs[1:]).clamp(min=0).sum(-1)
     # 0 / 0 where p is q: all later drafts are kept then, so this prefix need not be
-    chances = (rest / (rest + 1 - weights[1:-1])).nan_to_num(0.0)
+    chances = (rest / (rest + 1 - weights[1:-1])).nan_to_num(0.0).clamp(max=1)
     return torch.cat([chances, weights[-1:]]), weights
+
+
+def _ratios(probs: torch.Tensor, draft_probs: torch.Tensor, drafts: torch.LongTensor) -> torch.Tensor:
+    """p / q of each draft, `(n,)`; q is above 0, as the draft was drawn from it."""
+    columns = drafts[:, None]
+    return (probs[:-1].gather(1, columns) / draft_probs.gather(1, columns))[:, 0]
 
 
 def num_leading(flags: list[bool]) -> int:

@@ -98,7 +98,7 @@ def as_page(traces: list[Trace]) -> str:
     for number, trace in enumerate(traces):
         texts = TokenTexts(trace.tokenizer)
         rounds = [[_slot_data(slot, texts) for slot in one.slots] for one in trace.rounds]
-        data.append({"sampling": trace.sampling, "rounds": rounds, "texts": texts.texts})
+        data.append({"sampling": trace.sampling, "byBlock": trace.by_block, "rounds": rounds, "texts": texts.texts})
         sections.append(_section(f"t{number}", trace, texts))
     values = {
         "title": html.escape(traces[0].title if len(traces) == 1 else f"{len(traces)} traces"),

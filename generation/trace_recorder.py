@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from ..generation_hyperdflash import ROWWISE_PROCESSORS, DraftRequest, SpeculativeStats
+from ..generation_hyperdflash import ROWWISE_PROCESSORS, DraftRequest, SpeculativeStats, block_verification
 from .decoding import accelerators, time_at_rest
 
 NUM_ALTERNATIVES = 3
@@ -50,8 +50,9 @@ class Slot:
             draft, or behind the end, and so not judged; `OWN`.
         drafter, target (`Distribution`, *optional*): None where there is none: nothing was drafted in the place of an
             own token, or processors that look at the prefix never saw what is behind a rejection or the end.
-        chance (`float`, *optional*): when sampling, the probability with which this draft was to be accepted, `min(1,
-            p / q)`, or with which the own token was drawn; None for what was not judged, and in greedy decoding.
+        chance (`float`, *optional*): when sampling, the probability with which this draft was to be accepted: `min(1,
+            p / q)` when judged alone, or that of its prefix when the block is judged together, where a later draft can
+            save it. Of the own token, with which it was drawn. None for what was not judged, and in greedy decoding.
     """
 
     token_id: int
@@ -86,6 +87,7 @@ class Trace:
     title: str
     facts: dict[str, str]
     sampling: bool
+    by_block: bool
     prompt_ids: list[int]
     new_ids: list[int]
     rounds: list[Round]
@@ -125,7 +127,7 @@ class RoundRecorder:
         self.new_ids: list[int] = []
         self.seconds = self.recording_s = 0.0
         self.facts: dict[str, str] = {}
-        self.sampling = False
+        self.sampling = self.by_block = False
         self._is_recording = False
 
     def __enter__(self):
@@ -167,6 +169,8 @@ class RoundRecorder:
         self.prompt_ids, self.sampling = input_ids[0].tolist(), generation_config.do_sample
         self._rowwise = LogitsProcessorList(p for p in logits_processor if type(p) in ROWWISE_PROCESSORS)
         self._keeper = _ScoreKeeper() if len(self._rowwise) < len(logits_processor) else None
+        # With processors that look at the prefix the loop judges token by token
+        self.by_block = self.sampling and self._keeper is None and self.drafter.verification == "block"
         self.facts = self._describe(logits_processor, generation_config)
         if self._keeper is not None:
             logits_processor = LogitsProcessorList([*logits_processor, self._keeper])
@@ -240,20 +244,32 @@ class RoundRecorder:
         start, slots = len(self.prompt_ids) + len(self.new_ids), []
         # Where an accepted draft ended the text, a wrong one behind it is not what ended the round
         num_judged = min(num_accepted + (len(new_ids) > num_accepted), len(target))
+        chances, weight = self._chances(target, drafter, draft_ids, num_accepted, num_judged)
         for i, token in enumerate(draft_ids):
-            judged = i < num_judged
             kept = ACCEPTED if i < len(new_ids) else CUT
-            state = kept if i < num_accepted else REJECTED if judged else BEHIND
-            chance = min(1.0, float(target[i, token] / drafter[i, token])) if self.sampling and judged else None
+            state = kept if i < num_accepted else REJECTED if i < num_judged else BEHIND
             seen = _distribution(target[i], token) if i < len(target) else None
-            slots.append(Slot(token, start + i, state, _distribution(drafter[i], token), seen, chance))
+            slots.append(Slot(token, start + i, state, _distribution(drafter[i], token), seen, chances[i]))
         if len(new_ids) > num_accepted:  # otherwise an accepted draft ended the text
             token, probs = new_ids[num_accepted], target[num_accepted]
             rejected = drafter[num_accepted] if num_accepted < len(draft_ids) else None
-            chance = float(_own_probs(probs, rejected)[token]) if self.sampling else None
+            chance = float(_own_probs(weight * probs, rejected)[token]) if self.sampling else None
             seen = None if rejected is None else _distribution(rejected, token)
             slots.append(Slot(token, start + num_accepted, OWN, seen, _distribution(probs, token), chance))
         return slots
+
+    def _chances(self, target, drafter, draft_ids: list[int], num_accepted: int, num_judged: int):
+        """What each draft was to be accepted with, None where not judged, and the weight of the own token's p."""
+        if not (self.sampling and draft_ids):
+            return [None] * len(draft_ids), 1.0
+        if self.by_block:
+            chances, weights = block_verification(target, drafter, torch.tensor(draft_ids, device=target.device))
+            chances = chances.tolist()
+            if num_judged == num_accepted:  # the text ended there: what is behind made no difference
+                chances[num_judged:] = [None] * (len(draft_ids) - num_judged)
+            return chances, float(weights[num_accepted])
+        ratios = [float(target[i, token] / drafter[i, token]) for i, token in enumerate(draft_ids[:num_judged])]
+        return [min(1.0, ratio) for ratio in ratios] + [None] * (len(draft_ids) - num_judged), 1.0
 
     def _target_probs(self, num_rows: int) -> torch.Tensor:
         """Probabilities `(rows, V)` that drafts were judged by; fewer than `num_rows` where not all were looked at."""
@@ -300,6 +316,7 @@ class RoundRecorder:
             title=title,
             facts={**self.facts, **(facts or {})},
             sampling=self.sampling,
+            by_block=self.by_block,
             prompt_ids=self.prompt_ids,
             new_ids=self.new_ids,
             rounds=self.rounds,
@@ -323,8 +340,8 @@ def _distribution(probs: torch.Tensor, token: int) -> Distribution:
 
 
 def _own_probs(probs: torch.Tensor, rejected: torch.Tensor | None) -> torch.Tensor:
-    """What the target's own token is drawn from: `probs`, or the normalised `max(p - q, 0)` after a rejection."""
+    """What the target's own token is drawn from: `probs`, or `max(probs - rejected, 0)`, both normalised."""
     if rejected is None:
-        return probs
+        return probs / probs.sum()
     rest = (probs - rejected).clamp(min=0)
     return rest / rest.sum() if rest.sum() > 0 else probs

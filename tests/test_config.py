@@ -19,6 +19,7 @@ from hyperdflash.training.init import drafter_config
 ROOT = Path(__file__).resolve().parents[1]
 
 EVERY_FIELD_CHANGED = {
+    "verification": "token",
     "block_size": 4,
     "mask_token_id": 5,
     "context_source": "hidden_layers",
@@ -92,6 +93,7 @@ def test_the_changed_fields_are_all_fields():
     [
         ({"block_size": 0}, "block_size.*0"),
         ({"draft_head": "rnn"}, "draft_head must be one of .*'rnn'"),
+        ({"verification": "tree"}, "verification must be one of .*'tree'"),
         ({"markov_rank": 0}, "markov_rank.*0"),
         ({"verify_cost": -0.1}, "verify_cost.*-0.1"),
         ({"verify_cost": float("nan")}, "verify_cost.*nan"),

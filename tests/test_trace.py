@@ -112,8 +112,10 @@ def test_sampled_probabilities_are_those_that_were_compared(target, tokenizer):
     the target's probability of it, and what is drawn after a rejection is the target's rest, p / (1 - p(draft))."""
     options = {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 1.0, "max_new_tokens": 30}
     sequence = greedy(target, PROMPT, 40)
-    recorder, output = record(target, scripted_drafter(target, sequence, 1000, block_size=4), tokenizer, **options)
-    drafter = scripted_drafter(target, sequence, block_size=4)
+    recorder, output = record(
+        target, scripted_drafter(target, sequence, 1000, block_size=4, verification="token"), tokenizer, **options
+    )
+    drafter = scripted_drafter(target, sequence, block_size=4, verification="token")
     torch.manual_seed(0)
     plain = target.generate(PROMPT, assistant_model=drafter, **options)
     assert output.sequences.tolist() == plain.tolist()  # recording draws nothing
@@ -142,13 +144,33 @@ def test_sampled_probabilities_are_those_that_were_compared(target, tokenizer):
 
 @pytest.mark.parametrize("kind", ["block", "one after the other"])
 def test_a_chance_is_the_ratio_of_two_real_distributions(target, tokenizer, kind):
-    drafter = tiny_drafter(target) if kind == "block" else DeepseekV4MTP(target.config, 3).eval()
+    drafter = tiny_drafter(target, verification="token")
+    if kind == "one after the other":
+        drafter = DeepseekV4MTP(target.config, 3).eval()
+        drafter.verification = "token"
     recorder, _ = record(target, drafter, tokenizer, do_sample=True, top_k=0, temperature=1.5)
     judged = [s for one in recorder.rounds for s in one.slots if s.state in (ACCEPTED, REJECTED)]
     assert len(judged) > 5
     for slot in judged:
         assert slot.chance == pytest.approx(min(1, slot.target.probability / slot.drafter.probability), rel=1e-4)
     assert min(slot.chance for slot in judged) < 0.9
+
+
+def test_drafts_judged_together_have_the_chance_of_their_prefix(target, tokenizer):
+    """The last draft's by hand, from the probabilities of the page: p_i = min(p_{i-1} p / q, 1)."""
+    recorder, _ = record(target, tiny_drafter(target), tokenizer, do_sample=True, top_k=0, temperature=1.5)
+    assert recorder.trace("x").by_block
+    last = []
+    for one in recorder.rounds:
+        drafts, weight = [slot for slot in one.slots if slot.state != OWN], 1.0
+        for slot in drafts:
+            assert 0 <= slot.chance <= 1
+            weight = min(1.0, weight * slot.target.probability / slot.drafter.probability)
+        if drafts:
+            assert drafts[-1].chance == pytest.approx(weight, rel=1e-3, abs=1e-6)
+            last.append(weight)
+    assert len(last) > 5
+    assert min(last) < 0.5
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
