@@ -37,6 +37,7 @@ def check_call(generation_mode: GenerationMode, config: GenerationConfig) -> Non
         raise ValueError(
             f"num_assistant_tokens={config.num_assistant_tokens} must be a whole number, the most drafts per round"
         )
+    # The others are static, offloaded or quantised, and `make_rewindable` takes none of them
     if config.cache_implementation not in (None, "dynamic"):
         raise ValueError(
             f"cache_implementation={config.cache_implementation!r} cannot be rewound for DeepSeek-V4: leave it unset"
@@ -71,6 +72,7 @@ def check_pair(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> None:
             f"mask_token_id {config.mask_token_id} is the target's {name}: a drafter needs its own mask token"
         )
     weight = getattr(target.get_input_embeddings(), "weight", None)
+    # Resized embeddings have other rows than the config says; quantised ones may have no tensor to ask
     rows = weight.shape[0] if isinstance(weight, torch.Tensor) else target_config.vocab_size
     if config.mask_token_id >= rows:
         raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {rows} embedding rows")
@@ -98,6 +100,7 @@ def check_target(target: DeepseekV4ForCausalLM) -> None:
 def special_token_name(token_id: int, *configs: PreTrainedConfig | GenerationConfig) -> str | None:
     """The field of BOS, EOS or pad that names this token in one of the configs (EOS may be a list), or None."""
     for name in SPECIAL_TOKENS:
+        # A generation config may name other ids than the model's, and its EOS is what stops decoding
         ids = [getattr(config, name) for config in configs]
         if any(token_id in (i if isinstance(i, list) else [i]) for i in ids):
             return name
@@ -108,6 +111,7 @@ def check_inputs(
     input_ids: torch.LongTensor, generation_config: GenerationConfig, model_kwargs: dict, synced_gpus: bool
 ) -> Cache:
     """The call's cache; raises `ValueError` for prompts, caches and modes that a drafter cannot work with."""
+    # Rows would accept different numbers of drafts, but the cache rewinds all rows alike
     if input_ids.shape[0] != 1:
         raise ValueError(
             f"a drafter works with batch size 1, got {input_ids.shape[0]} prompts: call generate for each, or leave a "
@@ -122,6 +126,7 @@ def check_inputs(
     cache = model_kwargs.get("cache")
     if cache is None:
         raise ValueError("use_cache=False: a drafter needs the target's cache; set use_cache=True")
+    # Processes would have to run the same number of forwards, but their rounds accept different numbers of drafts
     if synced_gpus:
         raise ValueError("synced_gpus=True: a drafter does not support ZeRO-3 or FSDP generation across processes")
     mask = model_kwargs.get("attention_mask")
@@ -137,6 +142,7 @@ def check_inputs(
 def plain_weight(module: nn.Module) -> torch.Tensor | None:
     """A module's floating-point `weight`; None where it has none, as when it is quantised or wrapped in a module."""
     weight = getattr(module, "weight", None)
+    # Quantised modules may keep packed integers under the same name
     return weight if isinstance(weight, torch.Tensor) and weight.is_floating_point() else None
 
 
@@ -155,6 +161,7 @@ def target_fingerprint(tensors: dict[str, torch.Tensor]) -> dict[str, list[float
     """
     fingerprint = {}
     for name, tensor in tensors.items():
+        # Through bf16, so that a target loaded in bf16 has the numbers of its fp32 files
         flat = tensor.detach().to("cpu", torch.bfloat16).float().flatten()
         picked = flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel())).long()]
         fingerprint[name] = [round(float(x), 8) for x in (flat.square().mean().sqrt(), *picked)]
@@ -172,12 +179,13 @@ def fingerprint_tensors(target: DeepseekV4ForCausalLM) -> dict[str, torch.Tensor
     }
     rows = plain_weight(target.get_input_embeddings())
     if rows is not None:
-        tensors["embed.weight"] = rows[fingerprint_rows(rows.shape[0]).to(rows.device)]
+        tensors["embed.weight"] = rows[fingerprint_rows(rows.shape[0]).to(rows.device)]  # (4, D)
     return tensors
 
 
 def fingerprint_rows(vocab_size: int) -> torch.LongTensor:
     """Four evenly spaced embedding rows."""
+    # Few: of the embedding, `init` downloads these rows alone
     return torch.linspace(0, vocab_size - 1, 4).long()
 
 
@@ -186,6 +194,7 @@ def compare_fingerprint(fingerprint: dict | None, target: DeepseekV4ForCausalLM)
     if fingerprint is None:
         return []
     embedding = plain_weight(target.get_input_embeddings())
+    # accelerate leaves meta tensors, which have no values, in place of offloaded ones
     if target.model.norm.weight.is_meta or (embedding is not None and embedding.is_meta):
         logger.info("the target is offloaded: its weights are not compared with the drafter's fingerprint")
         return []
@@ -200,6 +209,8 @@ def fingerprint_differences(fingerprint: dict, tensors: dict[str, torch.Tensor])
         if expected is None:
             lines.append(f"{name} is not in the drafter's fingerprint")
             continue
+        # Relative to the root mean square, as single entries may be near zero. Bf16 rounds by up to 1/256 of a
+        # value, so 1/64 leaves room for entries four times as large
         scale = max(expected[0], 1e-6)
         if len(expected) != len(values) or max(abs(a - b) for a, b in zip(values, expected, strict=True)) > scale / 64:
             lines.append(f"{name} differs (root mean square {values[0]:.4g}, expected {expected[0]:.4g})")

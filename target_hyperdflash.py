@@ -57,7 +57,7 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
     """Sliding-window K = V that can take back every position written since recording or the last `crop`; with
     `max_rewind`, at most so many of the last ones, and no more is kept on record than that needs."""
 
-    max_rewind: int | None = None
+    max_rewind: int | None = None  # positions; None keeps all that was recorded
 
     def __init__(self, sliding_window: int, **kwargs):
         super().__init__(sliding_window=sliding_window)
@@ -80,11 +80,13 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
             self.lazy_initialization(key_states, value_states)
         num_new = key_states.shape[-2]
         full = torch.cat([self.keys, key_states], dim=-2) if self.keys.numel() else key_states
+        # While recording, `full` is longer than the mask, which is made for a plain layer
         visible = full[:, :, -(self.sliding_window - 1 + num_new) :, :]
         num_recorded = self.num_recorded + num_new if self.record_past else 0
         kept = full if self.record_past else self._window(full)
         if self.record_past and self.max_rewind is not None:
             num_recorded = min(num_recorded, self.max_rewind)
+            # A rewind of `max_rewind` positions still has to leave a whole window
             kept = _rows_from(full, full.shape[-2] - (self.sliding_window - 1 + self.max_rewind), dim=-2)
         # One step: an interruption (Ctrl-C) between two lines would leave a counter that its tensor does not match
         vars(self).update(
@@ -110,6 +112,7 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
     def _window(self, keys: torch.Tensor, num_removed: int = 0) -> torch.Tensor:
         """The last `window - 1` positions before the removed ones."""
         num_kept = keys.shape[-2] - num_removed
+        # The next position is part of its own window, so one less is kept
         length = min(num_kept, self.sliding_window - 1)
         return keys.narrow(-2, num_kept - length, length)
 
@@ -165,7 +168,7 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             skipped = self._first_kept_entry(first_entry) - first_entry
             rows = (_rows_from(x, skipped * rate) for x in (kv, gate))
             self._rows.setdefault(name, []).append((first_entry + skipped, *rows))
-        usable = kv.shape[1] // rate * rate
+        usable = kv.shape[1] // rate * rate  # whole windows; the rest waits in the buffer
         self.buffer_kv[name], self.buffer_gate[name] = kv[:, usable:], gate[:, usable:]
         return kv[:, :usable], gate[:, :usable], first_entry * rate
 
@@ -179,7 +182,9 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
         state = {**super()._rewound(num_removed), "_rows": {}}
         if not num_removed:
             return state
+        # Windows lie at multiples of the rate, however the forwards cut the sequence
         num_entries, num_buffered = divmod(state["cumulative_length"], self.compress_rate)
+        # Copies: the layer changes in one step, when everything is computed
         buffer_kv, buffer_gate = dict(self.buffer_kv), dict(self.buffer_gate)
         compressed_kv, entry_count = dict(self.compressed_kv), dict(self.entry_count)
         for name, record in self._rows.items():
@@ -232,6 +237,7 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
         if self.record_past:
             record = self._slices.setdefault(name, [])
             first = self.entry_count[name]
+            # A rewind may take back the first window recorded, and then needs the slice before it
             if not record and self.overlap_kv[name] is not None:
                 record.append((first - 1, self.overlap_kv[name][:, None], self.overlap_gate[name][:, None]))
             # A rewind may end with the entry before the first one kept, whose slice the next window then reads
@@ -323,6 +329,7 @@ def _lengths(layer) -> Iterator[int]:
         kv, gate, entries = (
             _num_rows(part[name]) for part in (layer.buffer_kv, layer.buffer_gate, layer.compressed_kv)
         )
+        # Two sums over different attributes, as an interruption may come between any two updates
         yield layer.compress_rate * num_entries + kv
         yield layer.compress_rate * entries + gate
 
@@ -343,6 +350,7 @@ def _rewindable_layer(layer, config):
             "start from a new cache"
         )
     new = cls(sliding_window=layer.sliding_window) if cls is RewindableSlidingLayer else cls(config)
+    # Tensors and counters move over; the record is not among them, and starts empty
     new.__dict__.update(layer.__dict__)
     return new
 
@@ -373,6 +381,7 @@ def set_up_deepseek_v4() -> None:
 
     Raises `ImportError` when this transformers version lacks a method that the set-up builds on.
     """
+    # A mark on the function itself: remote code is another copy of this module, with its own globals
     if getattr(getattr(DeepseekV4ForCausalLM, "_assisted_decoding", None), "asks_the_assistant", False):
         return
     for name, expected in _SEAMS.items():
@@ -495,6 +504,7 @@ class ResidualTap:
         self._handles = []
 
     def __enter__(self):
+        # Hooks belong to the module, so that calls of other threads on the same target run them too
         thread = threading.get_ident()
         model = self.target.model
 
@@ -508,6 +518,7 @@ class ResidualTap:
         else:
             self._outputs = [[] for _ in self.layer_ids]
             self._handles = [
+                # slot=slot: a closure would read the loop's last value
                 model.layers[i].register_forward_hook(lambda module, args, output, slot=slot: keep(slot, output))
                 for slot, i in enumerate(self.layer_ids)
             ]
@@ -521,6 +532,7 @@ class ResidualTap:
         if self.last is not None:
             tensor = _rows_from(tensor, tensor.shape[1] - self.last)
         parts.append(tensor)
+        # A part goes once those after it hold enough: no copy for every forward
         while self.last is not None and sum(part.shape[1] for part in parts[1:]) >= self.last:
             parts.pop(0)
 

@@ -37,6 +37,7 @@ UNSUPPORTED = {
     "batch_eval_metrics": (False, "evaluation adds up the sums of all batches"),
 }
 KL_TEACHERS = ("mean_pool", "hc_head")
+# max_length: one position of context, an anchor, and a token to predict
 AT_LEAST = {
     **{"max_length": 3, "num_anchors": 1, "loss_chunk_size": 1, "kl_num_slots": 0, "eval_decode_max_new_tokens": 1},
     **{"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 1},
@@ -124,19 +125,20 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     # transformers' fields whose defaults differ here
     learning_rate: float = 8e-4
-    warmup_steps: float = 0.04
+    warmup_steps: float = 0.04  # below 1, a share of all steps
     lr_scheduler_type: str = "cosine"
     per_device_train_batch_size: int = 4
     per_device_eval_batch_size: int = 4
     num_train_epochs: float = 5.0
     logging_steps: float = 1
-    logging_nan_inf_filter: bool = False
-    remove_unused_columns: bool = False
+    logging_nan_inf_filter: bool = False  # it would log an average in place of a NaN
+    remove_unused_columns: bool = False  # the drafter's `forward` takes none of the columns by name
     fsdp: bool | str | None = None
     ddp_find_unused_parameters: bool | None = False  # every parameter is used
     use_cache: bool = True  # is written into the published config
 
     def __post_init__(self):
+        # Before `super()`, which sets up the device and the group of processes
         self._check_values()
         self._cast_mappings()
         self._check_together()
@@ -170,6 +172,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in allowed:
                 raise RecipeError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+        # After the loop, which has checked `generation`: here it is a key
         if self.effort not in EFFORT_INSTRUCTIONS[self.generation]:
             known = ", ".join(str(e) for e in EFFORT_INSTRUCTIONS[self.generation])
             raise RecipeError(f"effort of generation {self.generation!r} is one of {known}; got {self.effort!r}")
@@ -237,7 +240,7 @@ def recipe_values(path: str | Path, overrides: list[str] | None = None) -> dict:
     hints = _hints()
     values = {name: _cast(name, value, hints[name]) for name, value in read_recipe(path).items()}
     for override in overrides or []:
-        name, separator, text = override.partition("=")
+        name, separator, text = override.partition("=")  # the first one: values may have more
         if not separator:
             raise RecipeError(f"{override!r} is not key=value")
         values[name] = _cast(name, _from_text(name, text), hints[name])
@@ -256,7 +259,7 @@ def read_recipe(path: str | Path) -> dict:
     if not isinstance(values, dict):
         raise RecipeError(f"{path} has no `key: value` lines")
     for name in values:
-        _check_name(str(name))
+        _check_name(str(name))  # YAML allows numbers and null as keys
     return values
 
 
@@ -299,6 +302,7 @@ def _hints() -> dict:
 
 def _kinds(hint) -> set:
     """The plain types that a field takes: `list[str] | None` -> {list, NoneType}."""
+    # `X | None` and `Optional[X]` are different types: transformers writes the one, peft the other
     options = (
         typing.get_args(hint)
         if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
@@ -315,6 +319,7 @@ def _from_text(name: str, text: str):
     """The value of `name=text` on the command line."""
     _check_name(name)
     kinds = _kinds(_hints()[name])
+    # Text stays text: YAML would make a number of the name 1234, and a date of 2024-01-01
     if (kinds <= {str, type(None)} or _is_choice(kinds)) and text not in ("null", "none", "None", ""):
         return text
     try:
@@ -337,8 +342,10 @@ def _cast(name: str, value, hint):
     kinds = _kinds(hint)
     if value is False and _is_choice(kinds):
         value = "no"  # which YAML takes for a false
+    # A key with nothing behind it: for a list, that is an empty one
     if value is None:
         value = [] if list in kinds and type(None) not in kinds else None
+    # A single file need not be written as a list
     if list in kinds and isinstance(value, str) and str not in kinds:
         value = [value]
     if isinstance(value, str) and str not in kinds and kinds & {int, float}:

@@ -33,7 +33,7 @@ class Blocks:
 def anchor_seed(seed: int, step: int, sample_id: int) -> int:
     """Seed of one sample's anchors at one optimizer step: independent of batch, process and history."""
     digest = hashlib.blake2b(f"{seed} {step} {sample_id}".encode(), digest_size=8)
-    return int.from_bytes(digest.digest()) >> 1
+    return int.from_bytes(digest.digest()) >> 1  # 63 bits: torch takes signed 64-bit seeds
 
 
 def draw_anchors(loss_mask: torch.Tensor, num_anchors: int, seeds: list[int]) -> torch.LongTensor:
@@ -51,7 +51,7 @@ def draw_anchors(loss_mask: torch.Tensor, num_anchors: int, seeds: list[int]) ->
         `torch.LongTensor` of shape `(B, A)`, A at least 1 and at most `num_anchors`; -1 where a row has fewer.
     """
     supervised = loss_mask.bool()
-    legal = supervised[:, :-1] & supervised[:, 1:]
+    legal = supervised[:, :-1] & supervised[:, 1:]  # (B, T - 1)
     legal[:, :1] = False  # position 0 has no context
     rows = []
     for row, seed in zip(legal, seeds, strict=True):
@@ -59,6 +59,7 @@ def draw_anchors(loss_mask: torch.Tensor, num_anchors: int, seeds: list[int]) ->
         # A generator per row: what one sample draws does not depend on the others of its batch
         order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(seed))
         rows.append(positions[order[:num_anchors]].sort().values)
+    # At least one column: DDP needs the drafter's forward in every process, even where no sample has an anchor
     anchors = torch.full((len(rows), max(1, *map(len, rows))), -1)
     for i, row in enumerate(rows):
         anchors[i, : len(row)] = row
@@ -82,7 +83,7 @@ def make_blocks(
     """
     B, T = input_ids.shape
     A, K = anchors.shape[1], block_size
-    start = anchors.clamp(min=0)
+    start = anchors.clamp(min=0)  # a block of anchor -1 reads position 0, and gets no labels
     slots = start.unsqueeze(-1) + torch.arange(K)  # (B, A, K) absolute positions
     # Slots past the end read the last token, and are dropped from the labels below
     ahead = slots[..., 1:].clamp(max=T - 1).flatten(1)
@@ -141,9 +142,10 @@ def _visible(
     window: int | None,
 ) -> torch.Tensor:
     """The rule, for tensors that broadcast; `anchor` is -1 for a block that does not exist."""
-    context = (key < length) & (key < anchor)
+    context = (key < length) & (key < anchor)  # never for anchor -1
     if window is not None:
         context = context & (key > query_position - window)
+    # A block sees itself in both directions, even one that does not exist, so that every query has a key
     return context | ((key >= length) & ((key - length) // block_size == query_block))
 
 
@@ -151,10 +153,10 @@ def _dense_mask(
     anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
 ) -> torch.Tensor:
     A = anchors.shape[1]
-    query = torch.arange(A * block_size, device=anchors.device)
+    query = torch.arange(A * block_size, device=anchors.device)  # (A*K,)
     anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # (B, A*K, 1)
     position = anchor + (query % block_size)[:, None]
-    key = torch.arange(length + A * block_size, device=anchors.device)
+    key = torch.arange(length + A * block_size, device=anchors.device)  # (T + A*K,)
     visible = _visible(anchor, position, (query // block_size)[:, None], key, length, block_size, window)
     mask = torch.zeros(visible.shape, dtype=dtype, device=anchors.device)
     return mask.masked_fill_(~visible, torch.finfo(dtype).min).unsqueeze(1)

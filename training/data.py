@@ -87,8 +87,10 @@ def encode_row(row: dict, tokenizer: PreTrainedTokenizerBase, settings: Encoding
         effort = settings.effort if row.get("effort") is None else row["effort"]
         options = settings.chat_options() | {"mode": mode, "effort": effort}
         ids, mask = encoding.encode_with_mask(to_messages(row), tokenizer, **options)
+        # A half and an eighth of the int64 that Arrow would take on disk
         ids, mask = np.array(ids, dtype=np.int32), np.array(mask, dtype=np.int8)
     kept = slice(settings.max_length)
+    # Both masks: a row without answers and one whose answer is cut off have different remedies
     return Sample(ids[kept], mask[kept], mode, _why_left_out(mask, mask[kept]), len(ids) > settings.max_length)
 
 
@@ -102,10 +104,12 @@ def _given_tokens(row: dict, tokenizer: PreTrainedTokenizerBase) -> tuple[np.nda
         raise ValueError(f"input_ids holds {outside[0]}, outside the tokenizer's {len(tokenizer)} tokens")
     if len(wrong := mask[(mask != 0) & (mask != 1)]):
         raise ValueError(f"loss_mask holds {wrong[0]}; it must be 0 or 1")
+    # Last, as the cast wraps around: values out of range would become valid ones
     return ids.astype(np.int32), mask.astype(np.int8)
 
 
 def _int_array(name: str, values) -> np.ndarray:
+    # `type`, as a truth value is an int too
     if not isinstance(values, list) or not values or not all(type(value) is int for value in values):
         raise ValueError(f"{name} must be a list of integers, and not empty")
     return np.array(values)
@@ -210,6 +214,7 @@ def load_data_with_report(
     settings = EncodingSettings(mode, effort, generation, max_length)
     check_tokenizer(tokenizer, settings)
     origins = rows.resolve(files)
+    # One pass hashes each file and finds where rows start, so that processes can each read their own
     scans = [origin.scan() for origin in origins]
     encoded = _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc)
     report = _make_report(encoded)
@@ -242,6 +247,7 @@ def check_vocabulary(dataset: "datasets.Dataset", vocab_size: int) -> None:
     """Raises `ValueError` for a token id that a target with `vocab_size` tokens cannot look up."""
     import pyarrow.compute as pc
 
+    # In Arrow: no Python object for each token. Rows that `select` left out are still in the column, but empty
     largest = pc.max(pc.list_flatten(dataset.data.column("input_ids"))).as_py()
     if largest >= vocab_size:
         source = next(row["source"] for row in dataset if max(row["input_ids"]) >= vocab_size)
@@ -256,8 +262,10 @@ def hash_data(dataset: "datasets.Dataset") -> str:
     digest = hashlib.sha256()
     columns = ["input_ids", "loss_mask"]
     for table in dataset.select_columns(columns).with_format("arrow").iter(batch_size=1000):
+        # A fixed byte order, so that machines agree on the hash
         for name, dtype in zip(columns, ("<i4", "i1"), strict=True):
             lists = table[name].combine_chunks()
+            # The same tokens, cut into rows elsewhere, are other data
             digest.update(lists.value_lengths().to_numpy(zero_copy_only=False).astype("<i8").tobytes())
             digest.update(lists.flatten().to_numpy(zero_copy_only=False).astype(dtype).tobytes())
     return digest.hexdigest()
@@ -288,6 +296,7 @@ def _encode_all(
     """All rows, also those left out, with the `reason` for it and the `error` of bad ones; from the cache if there."""
     import datasets
 
+    # Maps over the places of rows: rows themselves need not fit into one Arrow schema
     index = datasets.Dataset.from_dict(_make_index(scans))
     contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
     fingerprint = _fingerprint(contents, settings, tokenizer)
@@ -300,23 +309,26 @@ def _encode_all(
             batched=True,
             batch_size=256,
             remove_columns=index.column_names,
-            features=_features(datasets),
+            features=_features(datasets),  # inferred, a column of empty lists would be null
             fn_kwargs=options,
             num_proc=num_proc,
             cache_file_name=str(folder / f"data-{fingerprint}.arrow"),
-            load_from_cache_file=True,
+            load_from_cache_file=True,  # even where `datasets` has caching disabled
+            # The library's own hashes a pickle of `fn_kwargs`, and a tokenizer's changes once it is used
             new_fingerprint=fingerprint,
             desc="Encoding data",
         )
 
     with rows.quiet_datasets(), _cache_named(cache):
         cache.mkdir(parents=True, exist_ok=True)
+        # With `num_proc`, `datasets` adds the part's number to the name, hence the star
         if not any(cache.glob(f"data-{fingerprint}*.arrow")):
             # In a folder of its own: on a full disk, `datasets` leaves its temporary file behind
             with TemporaryDirectory(dir=cache, prefix="part-") as part:
                 encode(Path(part))
                 for file in Path(part).iterdir():
                     file.rename(cache / file.name)
+        # Finds the files, and only maps them into memory
         return encode(cache)
 
 
@@ -404,10 +416,12 @@ def _make_report(encoded: "datasets.Dataset") -> DataReport:
 
     reasons = encoded.data.column("reason")
     counts = {item["values"]: item["counts"] for item in pc.value_counts(reasons).to_pylist()}
+    # `or 0`: Arrow's sum over no row is null
     num_cut = pc.sum(pc.and_(encoded.data.column("is_cut"), pc.equal(reasons, ""))).as_py() or 0
     report = DataReport(num_rows=len(encoded), num_kept=counts.pop("", 0), num_cut=num_cut, counts=counts)
     for reason in counts:
         examples = [encoded[int(i)] for i in _where(encoded, reason)[:3]]
+        # Bad rows alone have an error to print after the colon
         report.examples[reason] = [f"{row['source']}: {row['error']}".removesuffix(": ") for row in examples]
     return report
 

@@ -34,11 +34,12 @@ class SampleDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if index == NO_SAMPLE:
+            # One token of zeros, with stored features of the shapes and dtypes that the rest of its batch has
             stored = {} if self.features is None else {k: v[:1] * 0 for k, v in self.features[0].items()}
             return {"sample_id": NO_SAMPLE, "input_ids": torch.zeros(1).long(), "loss_mask": torch.zeros(1), **stored}
         row = self.rows[index]
         stored = {} if self.features is None else self.features[index]
-        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])
+        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])  # (T,)
         return {"sample_id": index, "input_ids": ids, "loss_mask": mask, **stored}
 
 
@@ -47,8 +48,10 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     features `(B, T, m, D)`. Padding is never supervised."""
     batch = {
         "sample_ids": torch.tensor([sample["sample_id"] for sample in samples]),
+        # 0 for a filler, whose one token is not of the data
         "lengths": torch.tensor([len(s["input_ids"]) if s["sample_id"] != NO_SAMPLE else 0 for s in samples]),
     }
+    # Zeros, a real token's id: on the right of a sequence, causal attention hides them from all its tokens
     for name in samples[0].keys() - {"sample_id"}:
         batch[name] = pad_sequence([sample[name] for sample in samples], batch_first=True)
     return batch
@@ -74,16 +77,19 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return -(-len(self.lengths) // self.batch_size) * self.batch_size
+        return -(-len(self.lengths) // self.batch_size) * self.batch_size  # rounded up: the fillers count
 
     def __iter__(self) -> Iterator[int]:
+        # A large factor: epoch 1 of seed 0 is not epoch 0 of seed 1
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
         order = torch.randperm(len(self.lengths), generator=generator)
         if self.group_by_length:
+            # Sorted in pools: sorting the whole set would give a sample the same neighbours in every epoch
             pools = order.split(50 * self.batch_size)
             order = torch.cat([pool[self.lengths[pool].argsort(descending=True, stable=True)] for pool in pools])
         filler = order.new_full((len(self) - len(order),), NO_SAMPLE)
         batches = torch.cat([order, filler]).view(-1, self.batch_size)
         if self.group_by_length:
+            # Otherwise every pool would train from its longest samples to its shortest
             batches = batches[torch.randperm(len(batches), generator=generator)]
         return iter(batches.flatten().tolist())

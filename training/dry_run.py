@@ -11,6 +11,7 @@ from .feature_store import token_shapes
 def steps_of(args: HyperDFlashTrainingArguments, num_samples: int) -> tuple[int, int, int]:
     """Samples per step, steps per epoch, and steps of the run."""
     samples = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    # Rounded up, as EpochSampler fills the last batch
     steps_per_epoch = -(-num_samples // samples)
     steps = args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch * args.num_train_epochs)
     return samples, steps_per_epoch, steps
@@ -38,6 +39,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
     # A checkpoint has the weights and AdamW's two moments in fp32
     print(f"disk      {kept * (trainable * 12 + frozen * 4) / 2**30:8.2f} GiB  {kept} checkpoints")
     if args.features == "offline":
+        # Two bytes a number: features are stored in bf16
         print(f"disk      {tokens * token_width(parts) * 2 / 2**30:8.2f} GiB  features, in {args.features_dir}")
 
 
@@ -52,6 +54,7 @@ def memory(args: HyperDFlashTrainingArguments, parts) -> dict[str, int]:
         "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,  # AdamW has two moments
         "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),
         "features of a step": features,
+        # In fp32, about four buffers: logits, softmax, and the two distributions of the KL term
         "logits of a chunk and their gradients": args.loss_chunk_size * head.config.vocab_size * 4 * 4,
     }
     if parts.target is not None:

@@ -61,6 +61,7 @@ def export_drafter(
     """
     checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
     output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
+    # What can be refused without the weights is refused before they are loaded
     run = read_run(checkpoint, run_dir) if format == "hf" else None
     if run is not None and has_picture(run):
         check_matplotlib()
@@ -85,9 +86,11 @@ def _check_replaceable(output: str | Path, checkpoint: Path) -> Path:
     try:
         return check_output(output)
     except FileExistsError:
+        # Replacing a folder removes it, and the weights to export with it
         if checkpoint.is_relative_to(output):
             raise ValueError(f"{output} holds the checkpoint itself, {checkpoint}: choose another folder") from None
         config = _config(output)
+        # Only a folder that an export can make again is replaced
         if config.get("model_type") != "hyperdflash" and not is_served(config):
             raise
         return output
@@ -199,6 +202,7 @@ def merge_adapter(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashM
     from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 
     config = PeftConfig.from_pretrained(checkpoint)
+    # The run's own copy first: what the adapter's configuration names may have changed since
     if run_dir is not None and (run_dir / BASE_FOLDER).is_dir():
         base = load_trained(run_dir / BASE_FOLDER)
     else:
@@ -211,9 +215,11 @@ def merge_adapter(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashM
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the adapter in {checkpoint} does not fit {base.name_or_path}: {error}") from error
     # peft only warns of tensors that it did not find, and would merge nothing in their place
+    # `save_embedding_layers`: by default, peft asks the Hub for the base's configuration
     if differing := stored ^ get_peft_model_state_dict(adapted, save_embedding_layers=False).keys():
         names = ", ".join(sorted(differing)[:5])
         raise ValueError(f"the adapter in {checkpoint} does not fit {base.name_or_path}: {names}")
+    # safe_merge: a NaN raises an error instead of ending in the weights
     return adapted.merge_and_unload(safe_merge=True)
 
 

@@ -77,6 +77,7 @@ class Manifest:
             facts = json.loads(path.read_text())
             if facts["format"] != FORMAT:
                 raise ValueError(f"format {facts['format']!r} instead of {FORMAT!r}")
+            # A field too many or too few is a TypeError: the file is of another version
             return cls(**facts)
         except FileNotFoundError:
             raise FileNotFoundError(
@@ -104,6 +105,7 @@ class Manifest:
         fields = [name for name in mine if mine[name] != there[name] and name not in RECORDED_ONLY]
         if not fields:
             return
+        # A person cannot read the hash, but the files' names may explain it
         if "data" in fields:
             fields += [name for name in RECORDED_ONLY if mine.get(name) != there.get(name)]
         lines = "; ".join(f"{name} is {there[name]!r} there and {mine[name]!r} here" for name in fields)
@@ -155,8 +157,9 @@ class FeatureWriter:
         self.dtype = DTYPES[settings["dtype"]]
         self.manifest = self._manifest(settings, config, shard_bytes)
         self.token_bytes = self.dtype.itemsize * sum(map(math.prod, self.manifest.token_shapes.values()))
+        # By the manifest's shard size, not the caller's: shards of an earlier run keep their samples
         self.shards = plan_shards(self.lengths, max(1, self.manifest.shard_bytes // self.token_bytes))
-        self._firsts = [samples.start for samples in self.shards]
+        self._firsts = [samples.start for samples in self.shards]  # for bisection
         self._buffers: dict[int, _ShardBuffer] = {}
         self.missing = self._missing()
         self.num_missing_tokens = sum(self.lengths[i] for samples in self.missing for i in samples)
@@ -203,6 +206,7 @@ class FeatureWriter:
         )
 
     def _check_space(self) -> None:
+        # The folder may not exist yet: its nearest existing parent is on the same disk
         if self.num_bytes > shutil.disk_usage(_existing(self.root)).free:
             raise OSError(
                 errno.ENOSPC,
@@ -224,6 +228,7 @@ class FeatureWriter:
                     f"head: {self.root} holds features of a target whose embedding, LM head, norm or hc_head differ "
                     f"(hash {other[:12]}) from this target's ({sha256[:12]}): use another features_dir"
                 )
+        # Before any shard: the hash is part of the fingerprint that each of them carries
         self.manifest.head_sha256 = sha256
         self.root.mkdir(exist_ok=True)
         self.folder.mkdir(exist_ok=True)
@@ -290,7 +295,7 @@ class _ShardBuffer:
 
     def __init__(self, samples: range, lengths: list[int], shapes: dict, dtype: torch.dtype):
         self.first, self.waiting = samples.start, set(samples)
-        self.offsets = torch.tensor([0, *(lengths[i] for i in samples)]).cumsum(0)
+        self.offsets = torch.tensor([0, *(lengths[i] for i in samples)]).cumsum(0)  # (samples + 1,), in tokens
         self.shapes = shapes
         self.tensors = {
             name: torch.empty(int(self.offsets[-1]), *shape, dtype=dtype) for name, shape in shapes.items()
@@ -305,11 +310,13 @@ class _ShardBuffer:
             if tensors[name] is None or list(tensors[name].shape) != [stop - start, *shape]:
                 got = None if tensors[name] is None else tuple(tensors[name].shape)
                 raise ValueError(f"sample {index}: {name} must be of shape {(stop - start, *shape)}; got {got}")
+            # Checked after the cast, in which a large value can become infinite
             part = self.tensors[name][start:stop].copy_(tensors[name])
             if not is_finite(part):
                 raise ValueError(
                     f"sample {index}: the target's {name} holds NaN or infinite values; nothing is stored"
                 )
+        # Last, so that a sample that was refused can be added again
         self.waiting.remove(index)
 
 
@@ -317,6 +324,7 @@ def plan_shards(lengths: Sequence[int], max_tokens: int) -> list[range]:
     """Consecutive samples, as many as `max_tokens` allow and at least one per shard."""
     shards, first, tokens = [], 0, 0
     for index, length in enumerate(lengths):
+        # A sample longer than `max_tokens` is a shard by itself
         if index > first and tokens + length > max_tokens:
             shards.append(range(first, index))
             first, tokens = index, 0
@@ -326,6 +334,7 @@ def plan_shards(lengths: Sequence[int], max_tokens: int) -> list[range]:
 
 def is_finite(x: torch.Tensor) -> bool:
     """Whether all values are; in one pass and without temporaries, 40 times faster than `isfinite().all()` in bf16."""
+    # One NaN makes both bounds NaN
     return all(math.isfinite(bound) for bound in torch.aminmax(x))
 
 
@@ -338,6 +347,7 @@ def _check_writable(root: Path, folder: Path) -> None:
     if not os.access(_existing(folder), os.W_OK | os.X_OK):
         raise PermissionError(f"features_dir {root}: {_existing(folder)} is not writable")
     if folder.exists() and not (folder / MANIFEST).exists():
+        # A writer killed before its first manifest leaves nothing but a .partial
         foreign = [path.name for path in folder.iterdir() if not path.name.endswith(".partial")]
         if foreign:
             raise FileExistsError(f"{folder} holds {foreign[0]} but no {MANIFEST}: use another features_dir")
@@ -385,6 +395,7 @@ class OfflineFeatures:
         self.root, self.folder = Path(folder).expanduser(), Path(folder).expanduser() / split
         self.manifest = Manifest.read(self.folder / MANIFEST)
         self.manifest.check_settings(settings, self.folder)
+        # By size alone, so that a run starts at once; `--verify` reads the content
         damaged = [f"{name} ({problem})" for name, problem in _damaged(self.folder, self.manifest)]
         if damaged:
             raise ValueError(
@@ -427,7 +438,7 @@ class OfflineFeatures:
         shard = self.manifest.shards[bisect_right(self._firsts, index) - 1]
         with open_shard(self.folder, shard, self.manifest) as file:
             row = index - shard["first_sample"]
-            start, stop = file.get_slice("offsets")[row : row + 2].tolist()
+            start, stop = file.get_slice("offsets")[row : row + 2].tolist()  # in tokens of the shard
             views = {name: file.get_slice(name)[start:stop] for name in self.manifest.token_shapes}
             for name, view in views.items():
                 if not is_finite(view):
@@ -467,6 +478,7 @@ def open_shard(folder: Path, shard: dict, manifest: Manifest) -> Iterator[safe_o
     path = folder / shard["file"]
     try:
         with safe_open(path, "pt") as file:
+            # A file of the right name and size may come from a folder with other settings
             if (file.metadata() or {}).get("shard") != _shard_mark(manifest, shard["first_sample"]):
                 raise ValueError(f"{path} is not the shard that {MANIFEST} says: it comes from other features")
             yield file

@@ -51,6 +51,7 @@ def feature_settings(
         config: the drafter's, or `read_drafter_config(args)`.
         split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
     """
+    # A folder by its full path: the settings must not depend on where the command runs
     folder = Path(args.target).expanduser()
     return {
         "target": str(folder.resolve()) if folder.is_dir() else args.target,
@@ -58,7 +59,7 @@ def feature_settings(
         "target_dtype": args.target_dtype,
         "tokenizer": hash_tokenizer(tokenizer),
         **{name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length")},
-        "dtype": "bfloat16",
+        "dtype": "bfloat16",  # what V4 computes in; fp32 would take twice the disk
         "context_source": config.context_source,
         "target_layer_ids": list(config.target_layer_ids),
         "data": hash_data(rows),
@@ -77,6 +78,7 @@ def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig
         target = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
         if target.model_type != "deepseek_v4":
             raise ValueError(f"{args.target} is a {target.model_type} model; HyperDFlash drafts for deepseek_v4")
+        # The seed decides weights, not what is read from the target
         config = drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
     if config.block_size < 2:
         raise ValueError(f"block_size {config.block_size} leaves no slot to train: it counts the anchor")
@@ -100,10 +102,11 @@ def extract(
                 ids = [torch.tensor(row) for row in rows[batch]["input_ids"]]
                 output = features({"input_ids": pad_sequence(ids, batch_first=True)})
                 for row, index in enumerate(batch):
-                    stop = len(ids[row])
+                    stop = len(ids[row])  # without the padding
                     try:
                         writer.add(index, output.context_hidden_states[row, :stop], output.residual[row, :stop])
                     except ValueError as error:
+                        # The writer knows samples by number only, the user by file and line
                         raise ValueError(f"{rows[index]['source']}: {error}") from error
                 bar.update(sum(map(len, ids)))
 
@@ -135,6 +138,7 @@ def verify(features: OfflineFeatures) -> None:
             try:
                 _verify_shard(features, shard)
             except ValueError as error:
+                # Goes on, so that one pass over the disk names every bad shard
                 problems.append(str(error))
             bar.update(shard["num_bytes"])
     if problems:
@@ -142,6 +146,7 @@ def verify(features: OfflineFeatures) -> None:
             f"{len(problems)} of {len(manifest.shards)} shards were changed: {'; '.join(problems[:10])}. Remove "
             "them, and `hyperdflash features RECIPE` writes them again"
         )
+    # Reading it compares its hash
     _ = features.head
 
 
@@ -150,6 +155,7 @@ def _verify_shard(features: OfflineFeatures, shard: dict) -> None:
     with path.open("rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
             raise ValueError(f"{path}: its content is not what its hash says")
+    # The hash says that the file is the one written, not that its writer (vLLM's, for one) was right
     with open_shard(features.folder, shard, features.manifest) as file:
         offsets = file.get_tensor("offsets").tolist()
         if (
@@ -176,6 +182,7 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(
             "features_dir, the folder for the features, is missing: add it to the recipe, or features_dir=..."
         )
+    # First: everything read from here on, and the recorded settings, are of this one commit
     recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
     tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
     config, splits = read_drafter_config(recipe), {}
@@ -196,7 +203,9 @@ def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, 
     folder, writers = recipe.features_dir, {}
     for split, (rows, settings) in splits.items():
         writers[split] = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
+        # For every split before the target is loaded, so that a refusal comes in seconds
         print(writers[split].estimate())
+    # The same command again must not load a target of hundreds of gigabytes for nothing
     if not all(writer.is_complete for writer in writers.values()):
         # On several devices, a target that none of them holds alone is spread over all
         device_map = "auto" if torch.accelerator.is_available() else None
@@ -215,6 +224,7 @@ def _plan_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, s
     for split, (rows, settings) in splits.items():
         writer = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
         writer.start(head)
+        # What vLLM wrote since the last call comes before the plan, which has only the rest
         adopted = adopt_shards(writer)
         file = write_plan(writer, rows, head, checkpoint.name)
         print(f"{file}: {adopted} shards added, {len(writer.missing)} of {len(writer.shards)} still to write")

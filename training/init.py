@@ -48,6 +48,7 @@ def default_sizes(hidden_size: int, num_attention_heads: int | None = None, head
     heads that together are as wide as the model, four of them to a key/value head where that divides.
     """
     if head_dim is None:
+        # The largest with eight heads or more; 16 is for tiny models
         head_dim = next(d for d in (128, 64, 16) if hidden_size >= 8 * d or d == 16)
     heads = num_attention_heads or max(hidden_size // head_dim, 1)
     return {
@@ -62,6 +63,7 @@ def default_sizes(hidden_size: int, num_attention_heads: int | None = None, head
 def spread_layers(num_target_layers: int, num_layers: int) -> list[int]:
     """Evenly spaced target layers for vanilla DFlash, from the second to the third-last."""
     last = max(num_target_layers - 3, 1)
+    # A set: a small target may have fewer layers than are asked for
     return sorted({min(round(float(i)), num_target_layers - 1) for i in torch.linspace(1, last, num_layers)})
 
 
@@ -101,6 +103,7 @@ def drafter_config(target: DeepseekV4Config, *, has_hc_head: bool = True, **opti
     """The configuration of a new drafter for a target's; options and errors as in `init_drafter`."""
     if unknown := sorted(options.keys() - OPTIONS.keys()):
         raise TypeError(f"a new drafter has no option {', '.join(unknown)}; its options are {', '.join(OPTIONS)}")
+    # The command line passes every option, None where the user gave nothing
     given = {name: value for name, value in options.items() if value is not None}
     source = given.setdefault("context_source", "pre_hc_head")
     width = given.setdefault("hidden_size", target.hidden_size)
@@ -110,6 +113,7 @@ def drafter_config(target: DeepseekV4Config, *, has_hc_head: bool = True, **opti
     if "reducer" not in given and reason:
         logger.warning(f"reducer 'fc' (a dense projection) instead of 'hc_gate': {reason}")
     given.setdefault("reducer", "fc" if reason else "hc_gate")
+    # Once width and heads are settled, from which the other sizes follow
     given = {**default_sizes(width, given.get("num_attention_heads"), given.get("head_dim")), **given}
     if source == "hidden_layers" and "target_layer_ids" not in given:
         given["target_layer_ids"] = spread_layers(target.num_hidden_layers, given["num_hidden_layers"])
@@ -127,6 +131,7 @@ def drafter_config(target: DeepseekV4Config, *, has_hc_head: bool = True, **opti
             **given,
         )
     except StrictDataclassError as error:
+        # @strict wraps the validator's own error, which names the value, in one of its own
         raise ValueError(str(error.__cause__ or error)) from error
     check_useful(config, given)
     return config
@@ -187,6 +192,7 @@ def init_drafter(
     output = check_output(output)
     checkpoint = TargetCheckpoint(target, revision)
     has_hc_head = any(name in checkpoint for name in GATE_TENSORS)
+    # Before any tensor is read, which from the Hub is a download
     config = drafter_config(checkpoint.config, has_hc_head=has_hc_head, **options)
     warn_of_ordinary_token(checkpoint, config.mask_token_id)
     tensors = read_identity(checkpoint, has_hc_head)
@@ -202,6 +208,7 @@ def new_drafter(config: HyperDFlashConfig, tensors: dict[str, torch.Tensor], see
     """A drafter in fp32 with random weights around the gate in `tensors`, the target's as `read_identity` names them;
     their fingerprint goes into the config."""
     config.target_fingerprint = target_fingerprint(tensors)
+    # Reproducible by its own seed; the caller's generator stays where it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = HyperDFlashModel(config)
@@ -225,6 +232,7 @@ def run(args: argparse.Namespace) -> int:
         **{name: getattr(args, name) for name in OPTIONS},
     )
     config = HyperDFlashConfig.from_pretrained(output)
+    # To count parameters, the weights need not be loaded again
     with torch.device("meta"):
         number = HyperDFlashModel(config).num_parameters()
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))

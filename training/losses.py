@@ -78,8 +78,10 @@ def drafter_loss(
         counts = (labels != -100).sum(0)
     counts = counts.to(hidden.device, torch.float32)
     weights = slot_weights(num_slots, gamma).to(hidden.device)
-    ce_scale = weights / (weights * counts).sum().clamp(min=1e-8)
-    kl_scale = alpha * temperature**2 / max(num_kl_slots, 1) / counts[:num_kl_slots].clamp(min=1)
+    ce_scale = weights / (weights * counts).sum().clamp(min=1e-8)  # (S,)
+    # T^2 makes up for softening, which divides the gradient by it (Hinton et al., 2015)
+    kl_scale = alpha * temperature**2 / max(num_kl_slots, 1) / counts[:num_kl_slots].clamp(min=1)  # (P,)
+    # Saves the teacher's logits
     if alpha == 0:
         teacher_hidden = teacher_hidden[:, :0]
     learned = [x for x in (hidden, markov_states, markov_w2) if x is not None]
@@ -113,6 +115,7 @@ def confidence_loss(
     """
     rates = torch.stack([output.correct.float(), output.overlap], dim=-1)
     reached = (labels != -100).view(output.correct.shape).unsqueeze(-1).repeat(1, 1, 2).float()
+    # With the probability that decoding gets to the slot: all before it are accepted
     reached[:, 1:] *= rates[:, :-1].cumprod(1)
     loss = F.binary_cross_entropy_with_logits(logits.float(), rates, reduction="none")
     return (loss * reached).sum() / torch.as_tensor(count).clamp(min=1)
@@ -202,6 +205,7 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: torch.Tensor, *_) -> tuple[torch.Tensor | None, ...]:
+        # Stored for a loss of 1: the factors of GradScaler and of the processes arrive here
         grads = [None if grad is None else grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors]
         return *grads, None
 

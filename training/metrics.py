@@ -20,11 +20,12 @@ def slot_sums(output: LossOutput, labels: torch.LongTensor) -> torch.Tensor:
         labels (`(B, A, S)`): -100 where a slot has no label.
     """
     valid = labels != -100
-    correct = output.correct.view(labels.shape)
+    correct = output.correct.view(labels.shape)  # (B, A, S)
     accepted = correct.long().cumprod(-1).bool()
     # A slot is reached where all earlier drafts of its block were right
     reached = valid.clone()
     reached[..., 1:] &= accepted[..., :-1]
+    # KL has P columns, the other figures S
     kl = torch.zeros_like(output.ce)
     kl[:, : output.kl.shape[1]] = output.kl
     rows = (valid, correct, reached, accepted, output.ce.view(labels.shape), kl.view(labels.shape))

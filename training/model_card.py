@@ -60,7 +60,7 @@ COLORS = {
     "eval_acceptance_length": GREEN,
 }
 SLOT_COLORS = ("#440154", "#443983", "#31688e", "#21918c", "#35b779", "#90d743", "#c8b100")
-MAX_POINTS = 400
+MAX_POINTS = 400  # about as many as a panel has pixels
 
 # name of a figure in the log -> what it means
 MEANINGS = {
@@ -123,6 +123,7 @@ def _use(config: HyperDFlashConfig) -> dict:
     """What the snippet needs to run, and to encode as in training."""
     target = config.target_name_or_path or "a DeepSeek-V4"
     encoding, options = config.encoding or {}, ""
+    # Only what differs from the encoding's defaults, so that the snippet stays short
     if encoding.get("modes") == ["thinking"]:
         options += 'mode="thinking", '
     if encoding.get("generation", "preview") != "preview":
@@ -142,6 +143,7 @@ def _data(config: HyperDFlashConfig, run: Run) -> dict:
     if facts is None:
         return {"facts": None}
     name = without_folders(facts["target"])
+    # Two files without a hash are not the same data
     hashes = [{f["sha256"] for f in facts[key] or []} - {None} for key in ("train_data", "eval_data")]
     made_for = config.target_name_or_path
     return {
@@ -211,6 +213,7 @@ def _settings(run: Run) -> list[tuple[str, str]]:
         for name, value in (run.recipe or {}).items()
         if name not in PLACES and not name.endswith("_token")
     }
+    # A bar or a line break would end a cell of a Markdown table
     cells = {name: without_folders(text).replace("|", "\\|").replace("\n", " ") for name, text in settings.items()}
     return [(f"`{name}`", f"`{text}`") for name, text in cells.items()]
 
@@ -234,9 +237,11 @@ def draw_history(path: Path, history: list[dict], *, exported_step: int | None =
         _draw_lines(axes, lines)
         if exported_step is not None:
             axes.axvline(exported_step, color="0.5", linewidth=0.9, linestyle="--", label="these weights")
+        # Every round yields the target's own token at least
         axes.set_ylim(bottom=1 if title == LENGTH else 0)
         axes.grid(alpha=0.25)
         axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=2, fontsize="small", frameon=False)
+    # Without matplotlib's version in it, the same log gives the same file
     figure.savefig(path, format="png", metadata={"Software": None})
 
 

@@ -45,7 +45,7 @@ def make_pieces(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> list[Piec
             pieces.append(Piece(tokenizer.decode(held), list(held), bool(learned), False))
             held.clear()
 
-    learned = 0
+    learned = 0  # what `flush` reads
     for token_id, bit in zip(sample.input_ids.tolist(), sample.loss_mask.tolist(), strict=True):
         if token_id in control or bit != learned:  # a piece is either learned or not
             flush()
@@ -101,7 +101,9 @@ def print_samples(samples: list[tuple[str, Sample]], tokenizer: PreTrainedTokeni
     """Print each sample with a line above it, after a legend."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without Unicode still shows everything
+    # No colours for numbers and paths, no line breaks of its own: what is shown is the data
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+    # Under NO_COLOR rich still writes bold, which does not tell learned tokens from the others
     colour = console.color_system is not None and not console.no_color
     legend = [Piece("learned", [], True, False), Piece(" tokens", [], True, False)]
     console.print(as_text(legend, colour), "are what the drafter learns; the rest is context", end="\n\n")
@@ -138,6 +140,7 @@ def collect_samples(
         report.add(source, sample, error)
         if not sample.reason:
             samples.append((source, sample))
+        # The rest of the files, which may be large, is not read
         if len(samples) == num:
             break
     return samples

@@ -9,6 +9,7 @@ class StepLog(ProgressCallback):
     """`step 120/1500  loss 2.31  ce 2.10  kl 1.40  expected 2.45  lr 1.8e-03  12,300 tok/s  left 0:12:30`."""
 
     def on_train_begin(self, args, state, control, **kwargs):
+        # Without a bar, the base class's methods would update `training_bar`, which is None
         self.shows_bar = not args.disable_tqdm
         self.start_time, self.start_step = time.perf_counter(), state.global_step
         if self.shows_bar:
@@ -35,7 +36,7 @@ class StepLog(ProgressCallback):
             line = train_line(state.global_step, state.max_steps, logs, left)
         elif any(name.startswith("eval_") for name in logs):
             line = eval_line(state.global_step, logs)
-        else:
+        else:  # the totals at the end of training
             return
         if self.training_bar is not None:
             self.training_bar.write(line)  # above the bar, which stays the last line

@@ -49,6 +49,7 @@ _TEXT_COLUMNS = ("messages", "conversations", "instruction", "prompt")
 
 def answer_positions(messages: list[dict]) -> list[int]:
     """Where answers are written: the assistant turns right after a user turn, and the end if a user turn is last."""
+    # The one added is the answer at the end, which counts only after a user turn
     roles = [message["role"] for message in messages] + ["assistant"]
     return [i for i in range(1, len(roles)) if roles[i - 1 : i + 1] == ["user", "assistant"]]
 
@@ -62,6 +63,7 @@ def read_conversation(row: dict | ValueError, encoding: dict) -> tuple[list[dict
         raise ValueError("the row has tokens only (input_ids): only messages can be answered again")
     messages = to_messages(row)
     own = {name: row[name] for name in ("mode", "effort") if row.get(name) is not None}
+    # Raises for what the encoding cannot write, before the first turn is asked
     encode_messages(messages, **encoding | own)
     if not answer_positions(messages):
         raise ValueError("the row has no user turn that an answer could follow")
@@ -87,6 +89,7 @@ def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Inpu
     # A file given twice has its line numbers start again, or its name come back after another's
     found, digest, seen, last = Input(), hashlib.sha256(), set(), ("", 0)
     for source, row in tqdm(read_rows(files), desc="Reading rows", unit=" rows", disable=None, leave=False):
+        # Bad rows too: with one of them repaired, the input is another one
         digest.update(json.dumps([source, repr(row) if isinstance(row, ValueError) else row], default=str).encode())
         name, _, number = source.rpartition(":")
         if (name in seen) if name != last[0] else int(number) <= last[1]:
@@ -135,7 +138,7 @@ class Output(GrowingFile):
         super().__init__(Path(path))
         self.failed_path = self.path.with_suffix(".failed.jsonl")
         self.settings_path = self.path.with_name(self.path.name + ".settings.json")
-        self.settings = json.loads(json.dumps(settings))
+        self.settings = json.loads(json.dumps(settings))  # as the file gives them back
         self.done: dict[str, tuple[int, str, int]] = {}
         self._failed = None
 
@@ -159,8 +162,10 @@ class Output(GrowingFile):
     def __enter__(self) -> "Output":
         is_new = not self._has_rows()
         super().__enter__()
+        # With the lock held: of two runs started at once, only one writes its settings
         if is_new:
             write_atomically(self.settings_path, (json.dumps(self.settings, indent=2) + "\n").encode())
+        # Its turns are asked again
         self.failed_path.unlink(missing_ok=True)
         return self
 
@@ -171,10 +176,12 @@ class Output(GrowingFile):
 
     def take(self, row: dict, start: int) -> None:
         source, _, turn = row["source"].rpartition("#")
+        # A conversation's turns are in order in the file: the last one read stays
         self.done[source] = int(turn), row["finish_reason"], start
 
     def messages_of(self, source: str) -> list[dict]:
         """The conversation up to its last turn in the file."""
+        # From the file: the conversations of a whole data set may not fit into memory
         with self.path.open("rb") as file:
             file.seek(self.done[source][2])
             return json.loads(file.readline())["messages"]
@@ -258,6 +265,7 @@ class _Run:
         """Write an answer; returns the turn that follows it."""
         messages = [*turn.prompt, answer.message]
         is_cut = answer.finish_reason == "length"
+        # Before the next turn is asked: a kill loses only the answers under way
         self.output.append(
             {
                 "messages": messages,
@@ -275,6 +283,7 @@ class _Run:
         self.report.num_tokens += len(answer.input_ids)
         self.report.num_cut += is_cut
         self.report.num_re_encoded += answer.token_ids == "re-encoded"
+        # Only now: the row above, which shares this list, ends with the answer
         messages += turn.messages[turn.position + 1 :]
         if self._is_over(messages, turn.number, is_cut):
             return None
@@ -284,7 +293,7 @@ class _Run:
     def fail(self, turn: Turn, error: AnswerError) -> None:
         """Write a turn without an answer to the failed rows, as a row that can be asked again."""
         self.report.num_failed += 1
-        self._is_over(turn.messages, turn.number, True)
+        self._is_over(turn.messages, turn.number, True)  # counts the turns after it
         source = f"{turn.source}#{turn.number}"
         self.output.fail({"source": source, "reason": str(error), "messages": turn.prompt, **turn.encoding})
 
@@ -322,6 +331,7 @@ def regenerate(
     found = inspect_input(files, encoding, skip_bad_rows)
     hashes = {"data_sha256": found.sha256, "tokenizer_sha256": hash_tokenizer(tokenizer)}
     out = Output(output, {**writer.identity, **encoding, **sampling._asdict(), **hashes})
+    # Before the target is loaded, which may take minutes
     out.check()
     writer.load()
     with out:
@@ -340,6 +350,7 @@ def _answer_all(run: _Run, writer: TargetWriter | ServerWriter, num_turns: int) 
             elif (following := run.keep(turn, result)) is not None:
                 queue.push(following)
             report.seconds = time.perf_counter() - start
+            # Conversations that end early leave turns that are never asked
             bar.total = num_turns - report.num_unasked
             bar.set_postfix_str(f"{report.tokens_per_second:,.0f} tokens/s, {report.num_failed} failed", refresh=False)
             bar.update()
@@ -357,6 +368,7 @@ def check_paths(files: list[str], output: str | Path) -> None:
     if not os.access(output.parent, os.W_OK):
         raise PermissionError(f"the folder {output.parent} cannot be written to")
     for file in files:
+        # A pattern, or the name of a data set on the Hub, need not be possible as a path
         with suppress(OSError):
             if Path(file).exists() and output.resolve() == Path(file).resolve():
                 raise ValueError(f"--output {output} is one of the input files")
@@ -369,6 +381,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command; returns 1 if every answer failed, else 0."""
     sampling = Sampling(args.max_new_tokens, args.temperature, args.top_p, args.seed)
     check_paths(args.files, args.output)
+    # The target's revision says nothing about another repository's tokenizer
     tokenizer_revision = args.target_revision if args.tokenizer is None else None
     writer = _make_writer(args)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target, revision=tokenizer_revision)

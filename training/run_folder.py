@@ -116,18 +116,21 @@ def public_command(command: str) -> str:
             lines.append(shlex.join(without_folders(word) for word in shlex.split(line)))
         except ValueError:  # edited by hand: an open quote
             lines.append(without_folders(line))
+    # Access tokens of the Hub start with hf_, wherever they stand
     return re.sub(r"(token=)\S+|\bhf_\w{20,}", r"\1<removed>", "".join(line + "\n" for line in lines))
 
 
 def without_folders(text: str) -> str:
     """The text with absolute paths cut down: below the working directory relative to it, elsewhere the last name."""
     text = text.replace(f"{Path.cwd()}/", "")
+    # A slash after a word, a colon or < does not start a path: owner/name, https://, </think>
     return re.sub(r"(?<![\w.:/<-])~?/(?:[^/\s=,:'\"()\[\]{}`][^/=,:'\"()\[\]{}`]*/)+", "", text)
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
     """A run's checkpoints by step, complete or not."""
     folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
+    # As numbers: as text, checkpoint-1000 comes before checkpoint-200
     return sorted(folders, key=lambda path: int(path.name.rsplit("-", 1)[1]))
 
 
@@ -173,6 +176,7 @@ def check_run_folder(args: HyperDFlashTrainingArguments, dry_run: bool) -> None:
         raise FileExistsError(f"output_dir {output} is a file")
     resume, is_run = args.resume_from_checkpoint, (output / RUN_FILE).is_file()
     resumes = is_run and resume and (resume is True or Path(resume).resolve().is_relative_to(output.resolve()))
+    # `should_save` is the first process's alone: the others may already see what it writes
     if dry_run or resumes or not args.should_save or not output.is_dir():
         pass
     elif any(not path.name.endswith(".partial") for path in output.iterdir()):  # else killed before it began
@@ -232,7 +236,7 @@ def check_checkpoint(checkpoint: Path) -> Path:
         f"remove {checkpoint} to resume from the one before it, or start a new run from its weights with "
         f"init_from={checkpoint}"
     )
-    if len(missing) == 3:
+    if len(missing) == 3:  # all but the weights
         raise ValueError(
             f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot be resumed from "
             f"it; {way_out}"
@@ -255,6 +259,7 @@ def find_damage(path: Path) -> str | None:
         if head.startswith(b"version https://git-lfs"):
             return "is a Git LFS pointer, not the file itself (git lfs pull)"
         if path.suffix == ".safetensors":
+            # Opening compares the header's sizes with the file's, without reading a tensor
             with safe_open(path, framework="pt"):
                 pass
         elif path.suffix in (".pt", ".pth", ".bin"):
@@ -319,6 +324,7 @@ def run_facts(
             "drafter": args.drafter,
             "lora": args.lora,
             "data_sha256": data_sha256,
+            # The product alone: the denominators are exact, so the split over devices may change
             "samples_a_step": args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size,
             **{name: getattr(args, name) for name in FIXED},
         },
@@ -331,6 +337,7 @@ def lineage(init_from: str | None) -> dict | None:
     """What is known about the run whose weights this one starts from: its data and their size."""
     if init_from is None:
         return None
+    # One folder above a run's checkpoint or its `final`; a Hub id has none
     recorded = Path(init_from).parent / RUN_FILE
     before = json.loads(recorded.read_text()) if recorded.is_file() else {}
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
@@ -350,6 +357,7 @@ def write_run_files(
     if (output / COMMAND_FILE).is_file():  # resumed: the first command stays
         before = (output / COMMAND_FILE).read_text()
         command = before if before.endswith(command) else before + command  # a job that is requeued repeats one
+    # As the user gave them: the library has changed some of the arguments since
     shown = {name: getattr(args, name) for name in SHOWN} | values
     shown = {name: value for name, value in shown.items() if not name.endswith("_token")}
     write_facts(output, facts)  # first: it makes the folder a run's

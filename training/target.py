@@ -48,6 +48,7 @@ class TargetHead:
 
     def __init__(self, config: DeepseekV4Config, tensors: dict[str, torch.Tensor]):
         self.config = config
+        # Detached: no gradient reaches the target's own parameters
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.embedding = self.tensors["embed_tokens.weight"]
         self.lm_head = self.tensors.get("lm_head.weight", self.embedding)  # absent where it is tied
@@ -75,6 +76,7 @@ class TargetHead:
             "norm.weight": model.norm.weight,
             **{f"hc_head.{name}": parameter for name, parameter in model.hc_head.named_parameters()},
         }
+        # Tied weights are one tensor, which safetensors refuses to store under two names
         if lm_head is not model.embed_tokens.weight:
             tensors["lm_head.weight"] = lm_head
         return cls(target.config, tensors)
@@ -89,6 +91,7 @@ class TargetHead:
             head = cls(DeepseekV4Config.from_dict(facts["config"]), load_file(folder / HEAD_FILE))
         except (json.JSONDecodeError, KeyError, SafetensorError) as error:
             raise ValueError(f"{folder}: {HEAD_FILE} or {HEAD_CONFIG_FILE} cannot be read: {error}") from error
+        # A damaged head raises no error in training, it only makes the drafter worse
         if head.sha256 != facts["sha256"]:
             raise ValueError(f"{folder / HEAD_FILE} does not have the hash in {HEAD_CONFIG_FILE}: write it again")
         return head
@@ -97,6 +100,8 @@ class TargetHead:
         """Write `head.safetensors` and `head.json`, each atomically."""
         facts = {"sha256": self.sha256, "config": self.config.to_dict()}
         on_cpu = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
+        # Not with safetensors' `save_file`, whose files only their owner can read. The facts come second: their hash
+        # stands for tensors that are there
         write_atomically(Path(folder) / HEAD_FILE, save(on_cpu))
         write_atomically(Path(folder) / HEAD_CONFIG_FILE, (json.dumps(facts, indent=2) + "\n").encode())
 
@@ -105,6 +110,7 @@ class TargetHead:
         """Over names, dtypes, shapes and bytes of all tensors."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
+            # Tensors of other shapes can have the same bytes
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             # As bytes: numpy has no bf16
             digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -155,15 +161,17 @@ class OnlineFeatures:
         try:
             with (
                 ResidualTap(target, self.config.tapped_layer_ids) as tap,
+                # For pre_hc_head both taps read the same tensor, which costs a reference and no copy
                 ResidualTap(target) as final,
                 torch.autocast(target.device.type, enabled=False),
             ):
                 # The body alone: logits of all tokens are not needed
                 target.model(batch["input_ids"].to(target.device), use_cache=False)
-                context, residual = tap.take(), final.take()
+                context, residual = tap.take(), final.take()  # (B, T, m, L * D) and (B, T, m, D)
         finally:
             for module, training in was_training.items():
+                # Not `train()`, which sets all submodules alike
                 module.training = training
         if self.config.context_source == "pre_hc_head":
             return Features(residual, residual)
-        return Features(context.mean(2, keepdim=True), residual)
+        return Features(context.mean(2, keepdim=True), residual)  # (B, T, 1, L * D)

@@ -87,7 +87,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     api = HfApi(token=args.hub_token)
     args.hub_token = None  # checkpoints hold a pickle of the arguments
     if push:
-        api.whoami()
+        api.whoami()  # a wrong token fails here, not after the last step
     for package in set(args.report_to) & set(REPORT_PACKAGES):
         check_installed(package, f"report_to: {package}")
     if not dry_run:
@@ -101,10 +101,12 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
     checkpoint = resume_point(args, parts.facts)
     trainer = make_trainer(args, parts)
     if args.should_save:
+        # After the trainer is made: its refusals must not leave a folder that looks like a run's
         write_run_files(output, args, values, command, parts.facts, parts.drafter)
     run_steps(trainer, args, parts, checkpoint, profile)
     final = output / FINAL
     if args.should_save:
+        # Before the export, whose model card reads it
         parts.facts["finished"] = True
         write_facts(output, parts.facts)
         # A run resumed from another folder's last checkpoint has none in its own
@@ -112,6 +114,7 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         print(f"{final}: ready for `hf upload`")
         if push:
             publish(api, final, args)
+    # The folder is whole when any process returns, not only the one that exports
     trainer.accelerator.wait_for_everyone()
     return final
 
@@ -147,6 +150,7 @@ def run_steps(
         raise
     if profile and args.should_save:
         print_profile(trainer.stopwatch.seconds)
+    # The export reads a checkpoint, so a run ends with one even where none was asked for
     if args.save_strategy == "no":
         trainer._save_checkpoint(trainer.model_wrapped, trial=None)
 
@@ -160,6 +164,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     if args.init_from:
         check_drafter_type(args.init_from)
     config = read_drafter_config(args)
+    # Cheap checks first: encoding the data takes minutes, loading the target longer
     check_settings(args, config)
     tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
@@ -181,6 +186,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head, config)
     drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
+    # A copy: peft changes modules in place, and `base/` holds the drafter as it was
     model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora, args.seed)
     return Parts(
         drafter=drafter,
@@ -217,6 +223,7 @@ def check_settings(args: HyperDFlashTrainingArguments, config: HyperDFlashConfig
             )
     HyperDFlashTrainer.get_optimizer_cls_and_kwargs(args)  # raises for a package that is not installed
     try:
+        # Only making the schedule shows whether its arguments fit
         optimizer = torch.optim.SGD([torch.zeros(1)])
         get_scheduler(
             args.lr_scheduler_type, optimizer, 0, 1, scheduler_specific_kwargs=dict(args.lr_scheduler_kwargs or {})
@@ -239,6 +246,7 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead, config: H
         check_drafter(drafter.config, head, args.init_from)
         if args.should_log and not args.resume_from_checkpoint:
             print(f"weights of {args.init_from}, with a new optimizer and schedule", flush=True)
+        # From here on it is trained for this target, whichever it was made for
         drafter.config.target_name_or_path = config.target_name_or_path
         drafter.config.target_revision = config.target_revision
         drafter.config.target_fingerprint = target_fingerprint(head.identity())
@@ -263,8 +271,10 @@ def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftM
     from peft import LoraConfig, get_peft_model
 
     heads = {name for name, _ in drafter.named_children() if name in ("markov_head", "confidence_head")}
+    # peft adapts linear layers, but the gate and the Markov head hold bare parameters
     saved = sorted({"reducer", *heads, *(options.get("modules_to_save") or [])})
     config = LoraConfig(**{"target_modules": LORA_TARGETS, **options, "modules_to_save": saved})
+    # A resumed run makes the same adapter, and the global generator stays where it was
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return get_peft_model(drafter, config)
@@ -272,6 +282,7 @@ def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftM
 
 def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
     """Raises `ValueError` for a number of processes, or a kind of shards, that the trainer cannot work with."""
+    # The library would use DataParallel, and average over GPUs what the loss counts by processes
     if args.n_gpu > 1:
         raise ValueError(
             f"one process for {args.n_gpu} GPUs: start one per GPU with `accelerate launch -m hyperdflash train ...`,"
@@ -329,6 +340,7 @@ def take_one_step(args: HyperDFlashTrainingArguments, parts: Parts) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command; returns the exit status. Raises what `train` raises."""
+    # command.txt and the model card are published
     public = [override for override in args.overrides if not override.partition("=")[0].endswith("_token")]
     command = shlex.join(["hyperdflash", "train", args.recipe, *public])
     values = recipe_values(args.recipe, args.overrides)

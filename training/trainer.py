@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # costs a second to import
 
 logger = logging.get_logger(__name__)
 
-_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")
+_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")  # outputs `(B, A * K, ...)`
 EVALUATION_STEP = -1  # every evaluation draws the anchors of this step, so they are always the same
 
 
@@ -52,7 +52,7 @@ class EpochTrainer(Trainer):
         args = self.args
         self._sampler = EpochSampler(
             self.train_dataset.rows["length"],
-            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            self._train_batch_size * args.gradient_accumulation_steps * args.world_size,  # samples per step
             args.seed if args.data_seed is None else args.data_seed,
             group_by_length=args.train_sampling_strategy == "group_by_length",
         )
@@ -76,6 +76,7 @@ class HyperDFlashTrainer(EpochTrainer):
     Raises `ValueError` when a loss is not finite, naming the samples.
     """
 
+    # A micro-batch's loss is a share of its window's: the library must not divide by the accumulation steps too
     loss_is_scaled_for_ga = True
 
     def __init__(
@@ -100,14 +101,16 @@ class HyperDFlashTrainer(EpochTrainer):
         )
         if args.eval_decode_prompts and target is None:
             raise ValueError("eval_decode_prompts decodes with the target: pass target=")
+        # Not known before `super().__init__`, which makes the accelerator
         if args.eval_decode_prompts and self.is_fsdp_enabled:
             raise ValueError("eval_decode_prompts needs the whole drafter in one process: set it to 0 under FSDP")
         self.features, self.decode_target = features, target
-        self.head = features.head.to(args.device)
+        self.head = features.head.to(args.device)  # the target may be on other devices
         self.drafter_config = self._drafter.config
         self.num_kl_slots = min(args.kl_num_slots, self.drafter_config.block_size - 1)
         self.stopwatch: Stopwatch | None = None
         self._start_window()
+        # The library adds one of these two, by `disable_tqdm`; StepLog does the work of both
         self.remove_callback(PrinterCallback)
         self.remove_callback(ProgressCallback)
         self.add_callback(StepLog())
@@ -116,7 +119,7 @@ class HyperDFlashTrainer(EpochTrainer):
     def _drafter(self) -> PreTrainedModel:
         """The drafter without the wrappers of torch.compile, DDP or FSDP, and peft."""
         model = self.accelerator.unwrap_model(self.model)
-        return model if isinstance(model, PreTrainedModel) else model.get_base_model()
+        return model if isinstance(model, PreTrainedModel) else model.get_base_model()  # a PeftModel is not one
 
     # ------------------------------------------------------------------------------------------------------- batches
 
@@ -124,21 +127,24 @@ class HyperDFlashTrainer(EpochTrainer):
         self, epoch_iterator: Iterator[dict], num_batches: int, device: torch.device
     ) -> tuple[list[dict], torch.Tensor]:
         """The micro-batches of one optimizer step with their blocks, and the valid slots of all of them, `(S,)`."""
+        # The library counts a batch's `labels`, which here do not exist until anchors are drawn
         with self._timed("data"):
             batches = []
             for _ in range(num_batches):
                 batch = next(epoch_iterator, None)
                 if batch is not None:
                     batches.append(self._add_blocks(batch, self.state.global_step))
-            counts = sum((batch["blocks"]["labels"] != -100).sum((0, 1)) for batch in batches)
+            counts = sum((batch["blocks"]["labels"] != -100).sum((0, 1)) for batch in batches)  # (S,)
+            # A collective: EpochSampler gives every process the same number of windows
             return batches, self.accelerator.reduce(counts.to(device), "sum")
 
     def _add_blocks(self, batch: dict, step: int) -> dict:
         config, args = self.drafter_config, self.args
+        # On the CPU, whose generator draws the same anchors whatever device trains
         input_ids, loss_mask = batch["input_ids"].cpu(), batch["loss_mask"].cpu()
         seeds = [anchor_seed(args.seed, step, sample_id) for sample_id in batch["sample_ids"].tolist()]
         anchors = draw_anchors(loss_mask, args.num_anchors, seeds)
-        context_length = None
+        context_length = None  # the batch's own length
         if config._attn_implementation == "flex_attention":  # compiled for one shape
             anchors = F.pad(anchors, (0, args.num_anchors - anchors.shape[1]), value=-1)
             context_length = args.max_length
@@ -150,6 +156,7 @@ class HyperDFlashTrainer(EpochTrainer):
             mask_token_id=config.mask_token_id,
             context_length=context_length,
         )
+        # As a dict: `_prepare_inputs` moves the tensors of dicts to the device, not those of a dataclass
         return {**batch, "blocks": vars(blocks)}
 
     # ---------------------------------------------------------------------------------------------------------- loss
@@ -169,14 +176,18 @@ class HyperDFlashTrainer(EpochTrainer):
         blocks = Blocks(**inputs["blocks"])
         B, A, S = blocks.labels.shape
         with self._timed("target"):
+            # Online features come from the target's device, which may be another one
             features = Features(*(x.to(args.device) for x in self.features(inputs)))
             teacher = self._teacher(
                 features.residual, blocks.teacher_positions[..., : self.num_kl_slots], args.kl_teacher
             )
+            # The confidence head estimates acceptance by the target itself, so it learns from hc_head whatever the
+            # teacher of the KL term is
             verifier = None
             if self.drafter_config.draft_confidence:
                 verifier = self._teacher(features.residual, blocks.teacher_positions, "hc_head")
         drafted = self._draft(model, features.context_hidden_states, blocks)
+        # (B * A, S, ...): slot 0 is the anchor, whose output predicts nothing
         slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in drafted.items() if name in _BY_SLOT}
         markov_head = self._drafter.markov_head
         with self._timed("loss"):
@@ -194,28 +205,34 @@ class HyperDFlashTrainer(EpochTrainer):
                 markov_w2=None if markov_head is None else markov_head.markov_w2,
                 verifier_hidden=verifier,
             )
-            sums = slot_sums(output, blocks.labels)
+            sums = slot_sums(output, blocks.labels)  # (B, 6, S)
             loss = output.loss
             if "confidence_logits" in slots:
+                # Evaluation has no counts of a window, and does not use this loss
                 counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
                 confidence = confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
                 loss = loss + (confidence - confidence.detach())  # adds a gradient, but nothing to the reported loss
+        # Before the backward, which would mix NaN into the gradients accumulated so far
         if not torch.isfinite(loss):
             raise ValueError(
                 f"the loss is {float(loss)} at step {self.state.global_step}, samples "
                 f"{inputs['sample_ids'].tolist()}: look at their features, or lower the learning rate"
             )
+        # Evaluations run inside a window and must not enter its figures
         if self.model.training:
             self._window_sums += sums.sum(0)
             self._window_tokens += int(inputs["lengths"].sum())
+            # Only batches of data: one of fillers alone (lengths 0) is normal where an epoch does not divide evenly
             self._window_empty += int(inputs["lengths"].any() and not (blocks.labels != -100).any())
+        # DDP and FSDP average gradients over processes, but the shares of a window have to be added
         loss = loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
     def _draft(self, model: torch.nn.Module, context: torch.Tensor, blocks: Blocks) -> ModelOutput:
         """The drafter's output for all blocks, its tensors `(B, A * K, ...)`."""
-        length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]
-        embeds = self.head.embed(blocks.input_ids).float()
+        length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]  # of the context, padding included
+        embeds = self.head.embed(blocks.input_ids).float()  # (B, A * K, D)
+        # Padding on the right stays unseen: a block sees only what lies before its anchor
         context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
         masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
         is_markov = self.drafter_config.draft_head == "markov"
@@ -230,7 +247,7 @@ class HyperDFlashTrainer(EpochTrainer):
     def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor, kind: str) -> torch.Tensor:
         """The target's normed states at `(B, A, P)` positions, `(B * A, P, D)`."""
         B, A, P = positions.shape
-        rows = torch.arange(B, device=residual.device)[:, None]
+        rows = torch.arange(B, device=residual.device)[:, None]  # (B, 1)
         picked = residual[rows, positions.flatten(1)]  # (B, A * P, m, D)
         return self.head.teacher_hidden(picked, kind).view(B * A, P, picked.shape[-1])
 
@@ -260,11 +277,13 @@ class HyperDFlashTrainer(EpochTrainer):
 
     def _start_window(self) -> None:
         slots = self.drafter_config.block_size - 1
+        # In fp64, as `slot_sums`: fp32 cannot count by ones above 2**24 slots
         self._window_sums = torch.zeros(6, slots, dtype=torch.float64, device=self.args.device)
         self._window_tokens, self._window_empty, self._window_start = 0, 0, time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the window's CE, KL, expected acceptance length and speed to what the Trainer logs while training."""
+        # Evaluations and the end of training log too, under other names
         if "loss" in logs:
             totals = torch.tensor([self._window_tokens, self._window_empty], device=self.args.device)
             tokens, empty = self.accelerator.reduce(totals, "sum").tolist()
@@ -297,13 +316,16 @@ class HyperDFlashTrainer(EpochTrainer):
     ) -> tuple[None, torch.Tensor, torch.Tensor]:
         """Sums `(B, 6 * S)` at fixed anchors in place of the library's logits and labels, and no loss: the library
         would average over batches, the sums give the exact value."""
+        # Blocks first, so that they go to the device with the rest of the batch
         inputs = self._prepare_inputs(self._add_blocks(inputs, EVALUATION_STEP))
         with torch.no_grad(), self.compute_loss_context_manager():
             _, sums = self.compute_loss(model, inputs, return_outputs=True)
+        # A row per sample, so that the library can drop the duplicates that fill up the last batch of a process.
+        # The labels are a stand-in: without any, it does not call `compute_metrics`
         return None, sums.flatten(1), sums.flatten(1)
 
     def _summarize_predictions(self, prediction: EvalPrediction) -> dict:
-        sums = torch.from_numpy(prediction.predictions).sum(0)
+        sums = torch.from_numpy(prediction.predictions).sum(0)  # (6 * S,)
         return self._summarize(sums.view(6, -1))
 
     def evaluation_loop(self, *args, metric_key_prefix: str = "eval", **kwargs) -> EvalLoopOutput:
@@ -321,6 +343,7 @@ class HyperDFlashTrainer(EpochTrainer):
 
     def _decode(self) -> float:
         """Acceptance length over all rounds of greedy decoding of `eval_decode_prompts` prompts."""
+        # The other processes wait in `reduce` with a zero, so the sum is the first one's figure
         result = torch.zeros(1, dtype=torch.float64, device=self.args.device)
         if self.is_world_process_zero():
             args, rows = self.args, self.eval_dataset.rows
@@ -335,6 +358,7 @@ class HyperDFlashTrainer(EpochTrainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError, SafetensorError) as error:
+            # The state is written last: where it exists, only the removal of older checkpoints can have failed
             if self.args.should_save and not (folder / STATE_FILE).exists():
                 shutil.rmtree(folder, ignore_errors=True)
             raise OSError(f"{folder} was not written: {error}. Earlier checkpoints are kept") from error
@@ -349,6 +373,7 @@ class HyperDFlashTrainer(EpochTrainer):
 def spaced_prompts(rows: "datasets.Dataset", num_prompts: int) -> list[list[int]]:
     """The ids before the first answer of evenly spaced rows."""
     indices = torch.linspace(0, len(rows) - 1, min(num_prompts, len(rows))).long().tolist()
+    # At least one token, as an answer may start at position 0
     return [row["input_ids"][: max(row["loss_mask"].index(1), 1)] for row in (rows[i] for i in indices)]
 
 
@@ -394,6 +419,7 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def _now(self) -> float:
+        # Kernels run asynchronously: without this, their time falls to a later part
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()

@@ -79,6 +79,7 @@ def write_plan(writer: FeatureWriter, rows: "datasets.Dataset", head: TargetHead
     for samples in writer.missing:
         index = writer.shards.index(samples)
         ids = rows[samples.start : samples.stop]["input_ids"]
+        # vLLM's side copies the mark into the file: `open_shard` refuses one without it
         lines.append({"file": writer.shard_name(index), "mark": writer.shard_mark(index), "input_ids": ids})
     file = writer.folder / PLAN
     write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
@@ -97,6 +98,7 @@ def adopt_shards(writer: FeatureWriter) -> int:
         if not path.exists():
             continue
         with path.open("rb") as file:
+            # vLLM's side records no hash: from here on the manifest vouches for what is there now
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         record = writer.record(index, path.stat().st_size, digest)
         try:
@@ -111,13 +113,14 @@ def adopt_shards(writer: FeatureWriter) -> int:
 def _check_shard(writer: FeatureWriter, record: dict, samples: range) -> None:
     path = writer.folder / record["file"]
     with open_shard(writer.folder, record, writer.manifest) as file:
-        want = torch.tensor([0, *(writer.lengths[i] for i in samples)]).cumsum(0).tolist()
+        want = torch.tensor([0, *(writer.lengths[i] for i in samples)]).cumsum(0).tolist()  # samples + 1, in tokens
         shape = [want[-1], *writer.manifest.token_shapes["context"]]
         context = file.get_slice("context")
         if file.get_tensor("offsets").tolist() != want or context.get_shape() != shape:
             raise ValueError(f"{path} does not hold the {len(samples)} samples that were planned")
         if context.get_dtype() != "BF16":
             raise ValueError(f"{path} holds {context.get_dtype()} instead of BF16")
+        # Sample by sample: a shard has half a gigabyte
         for start, stop in zip(want[:-1], want[1:], strict=True):
             if not is_finite(context[start:stop]):
                 raise ValueError(f"{path} holds NaN or infinite values")

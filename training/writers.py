@@ -111,6 +111,7 @@ class TurnQueue:
 
     def fill(self, num_turns: int) -> None:
         """Read on until `num_turns` are pending or none is left."""
+        # As needed: the conversations of a large data set are never all in memory
         self.pending += islice(self._unread, max(num_turns - len(self.pending), 0))
 
     def push(self, turn: Turn) -> None:
@@ -179,6 +180,7 @@ class TargetWriter:
 def _eos_ids(target: DeepseekV4ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Where `generate` stops, and the encoding's own EOS."""
     ids = target.generation_config.eos_token_id
+    # transformers allows an integer, a list and None
     ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
     return {*ids, tokenizer.convert_tokens_to_ids(EOS_TOKEN)}
 
@@ -190,6 +192,7 @@ def take_batch(pending: list[Turn], batch_size: int) -> list[Turn]:
     lengths = [len(turn.prompt_ids) for turn in pending]
     first, best = 0, (0, 0, 0)  # number of rows, minus their spread, index of the last
     for last in range(len(lengths)):
+        # Sorted by length, the best batch is a stretch of neighbours
         while lengths[last] - lengths[first] > MAX_SPREAD or last - first >= batch_size:
             first += 1
         best = max(best, (last - first + 1, lengths[first] - lengths[last], last))
@@ -209,13 +212,14 @@ def write_batch(
     """
     state = _batch_state(target, turns, sampling)
     stops = torch.tensor(sorted(eos_ids), device=target.device)
+    # V4's own layers select rows of the sliding window only, and would leave the compressors' behind
     cache = make_rewindable(DynamicCache(config=target.config), target.config)
     start, position = 0, min(len(turn.prompt_ids) for turn in turns)
     while True:
         rows, lengths, limits, tokens, draws = state
         logits = target(tokens[:, start:position], cache=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
         chosen = choose(logits, _draw_at(draws, position - lengths), sampling)
-        is_answer = position >= lengths
+        is_answer = position >= lengths  # (B,); the other rows keep their prompt's token
         tokens[:, position] = torch.where(is_answer, chosen, tokens[:, position])
         start, position = position, position + 1
         # A prompt may hold an end-of-text token: only one in the answer stops a row
@@ -248,6 +252,7 @@ def _batch_state(target: DeepseekV4ForCausalLM, turns: list[Turn], sampling: Sam
 def _draws(turns: list[Turn], sampling: Sampling) -> torch.Tensor:
     """Uniform numbers (B, max_new_tokens), each row from its turn's own seed; (B, 0) for greedy decoding."""
     num_draws = sampling.max_new_tokens if sampling.temperature else 0
+    # All of them beforehand and on the CPU: the same numbers on any device and in any batch
     generators = [torch.Generator().manual_seed(turn.seed) for turn in turns]
     return torch.stack([torch.rand(num_draws, generator=g, dtype=torch.float64) for g in generators])
 
@@ -262,9 +267,11 @@ def choose(logits: torch.Tensor, draws: torch.Tensor | None, sampling: Sampling)
     distribution, so that a row's token depends on its own number and nothing else."""
     if sampling.temperature == 0:
         return logits.argmax(-1)
+    # In fp64: a cumulative sum over 129,280 tokens in fp32 is off by more than a rare token's probability
     probs = (logits.double() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         ordered, order = probs.sort(descending=True, stable=True)
+        # The sum before a token decides, so that the first one always stays
         outside = ordered.cumsum(-1) - ordered >= sampling.top_p
         probs = probs.scatter(-1, order, ordered.masked_fill(outside, 0))
     bounds = probs.cumsum(-1)
@@ -290,7 +297,7 @@ class ServerWriter:
         api_key (`str`, *optional*): sent as a bearer token.
     """
 
-    first_wait = 1.0
+    first_wait = 1.0  # seconds, doubled at every try
 
     def __init__(
         self,
@@ -337,6 +344,7 @@ class ServerWriter:
             while True:
                 queue.fill(2 * self.concurrency)
                 while queue.pending and num_asked < self.concurrency:
+                    # From the end: conversations under way are finished before new ones start
                     asked.put(queue.pending.pop())
                     num_asked += 1
                 if not num_asked:
@@ -347,12 +355,13 @@ class ServerWriter:
                     result = _read_choice(result, turn, tokenizer)
                 yield turn, result
                 is_lost = isinstance(result, AnswerError) and result.unreachable
+                # In a row: one lost connection fails its turn, only all of them mean that the server is gone
                 num_unreachable = num_unreachable + 1 if is_lost else 0
                 if num_unreachable >= 2 * self.concurrency:
                     raise OSError(f"{self.url} is gone ({result}): run the same command again to resume")
         finally:
             for _ in range(self.concurrency):
-                asked.put(None)
+                asked.put(None)  # ends one thread
 
     def _work(self, asked: SimpleQueue, answered: SimpleQueue, sampling: Sampling) -> None:
         """One of the threads: a request at a time."""
@@ -375,13 +384,16 @@ class ServerWriter:
         if sampling.temperature:
             body |= {"top_p": sampling.top_p, "seed": turn.seed}
         for attempt in range(self.retries + 1):
+            # At random, so that the threads do not all come back to a busy server at once
             wait = min(self.first_wait * 2**attempt, LONGEST_WAIT) * uniform(0.5, 1)
             try:
                 return _first_choice(self._send("/completions", body))
             except (OSError, HTTPException, json.JSONDecodeError) as error:
                 reason, has_answered = _describe(error), isinstance(error, urllib.error.HTTPError)
+                # The same request would be refused again; a time-out (408) or a rate limit (429) passes
                 if has_answered and error.code < 500 and error.code not in (408, 429):
                     raise AnswerError(reason) from error
+                # The header may also hold a date, in place of which the doubled wait serves
                 if has_answered and (error.headers.get("Retry-After") or "").isdigit():
                     wait = min(float(error.headers["Retry-After"]), LONGEST_WAIT)
             if attempt < self.retries:
@@ -417,6 +429,7 @@ def _read_choice(choice: dict, turn: Turn, tokenizer: PreTrainedTokenizerBase) -
     reason, ids = choice.get("finish_reason"), choice.get("token_ids")
     if reason not in ("stop", "length"):
         return AnswerError(f"finish_reason {reason!r}")
+    # A server that adds a BOS token or cuts long prompts answers another prompt
     if choice.get("prompt_token_ids") not in (None, turn.prompt_ids):
         return AnswerError("the server's prompt ids are not those it was sent")
     end_id = _end_id(choice, tokenizer)
@@ -442,6 +455,7 @@ def _end_id(choice: dict, tokenizer: PreTrainedTokenizerBase) -> int | AnswerErr
         return stop
     if stop is not None:
         return AnswerError(f"the server stopped at {stop!r}, where the model had not ended: remove its stop strings")
+    # </think> can be a special token too, but does not end an answer
     last = (choice.get("token_ids") or [eos_id])[-1]
     return (
         last
