@@ -74,6 +74,10 @@ def token_width(parts) -> int:
 
 
 def num_checkpoints(args: HyperDFlashTrainingArguments, steps: int) -> int:
+    if args.save_strategy == "no":
+        return 1  # the one at the end
+    if args.save_strategy == "epoch":
+        return args.save_total_limit or math.ceil(args.num_train_epochs)
     # save_steps below 1 is a share of the run
     if args.save_total_limit:
         return args.save_total_limit
