@@ -507,8 +507,8 @@ def test_storage_does_not_grow_over_six_hundred_tokens(target, prompt):
     drafter = scripted_drafter(target, want, lambda r: (ALWAYS, 3, ALWAYS, 0)[r % 4], block_size=7)
     own, draft_sizes = drafter.draft, []
 
-    def checking(*args):
-        position = args[2]
+    def checking(request):
+        position = request.position
         for layer in cache.layers:
             assert layer.keys.shape[-2] <= 7 + 7
             assert layer.keys.untyped_storage().nbytes() <= (7 + 7) * 16 * 4
@@ -519,7 +519,7 @@ def test_storage_does_not_grow_over_six_hundred_tokens(target, prompt):
                     assert layer.compressed_kv[name].shape[1] == position // layer.compress_rate
             assert not getattr(layer, "_rows", {})
             assert not getattr(layer, "_slices", {})
-        return own(*args)
+        return own(request)
 
     drafter.draft = checking
     assert greedy(target, prompt, 600, cache=cache, assistant_model=drafter).tolist() == want.tolist()
