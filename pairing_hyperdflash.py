@@ -64,7 +64,6 @@ def check_shapes(config: PreTrainedConfig, target_config: PreTrainedConfig) -> N
 def check_pair(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> None:
     """Raises `ValueError` for a target of other shapes than the drafter's, and for a mask token that cannot be one."""
     config, target_config = drafter.config, target.config
-    check_target(target)
     config.validate_heads()  # `verify_cost` may have been set since
     check_shapes(config, target_config)
     if name := special_token_name(config.mask_token_id, target_config, target.generation_config):
@@ -76,25 +75,6 @@ def check_pair(drafter: PreTrainedModel, target: DeepseekV4ForCausalLM) -> None:
     rows = weight.shape[0] if isinstance(weight, torch.Tensor) else target_config.vocab_size
     if config.mask_token_id >= rows:
         raise ValueError(f"mask_token_id {config.mask_token_id} is outside the target's {rows} embedding rows")
-    if config.block_size < 2:
-        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
-
-
-def check_target(target: DeepseekV4ForCausalLM) -> None:
-    """Raises `ValueError` for a target that is in a state in which its plain decoding goes wrong too."""
-    attention = target.config._attn_implementation
-    if attention is not None and attention.startswith("paged|"):
-        raise ValueError(
-            f"the target's attention is {attention!r}, which DeepSeek-V4 does not have (generate with "
-            "cache_implementation='paged' leaves it behind): call target.set_attn_implementation('eager')"
-        )
-    # peft's prompt-learning methods put virtual tokens before the prompt, through this method of the target's
-    adapter = getattr(target.prepare_inputs_for_generation, "__self__", target)
-    if getattr(getattr(adapter, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError(
-            f"{adapter.active_peft_config.peft_type.value} puts virtual tokens before the prompt, where DeepSeek-V4's "
-            "compressed attention misplaces them: use an adapter of the weights, such as LoRA, or the base model"
-        )
 
 
 def special_token_name(token_id: int, *configs: PreTrainedConfig | GenerationConfig) -> str | None:

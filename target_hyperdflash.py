@@ -423,6 +423,8 @@ def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model
 
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     assistant = generation_mode_kwargs.get("assistant_model")
+    if generation_mode == GenerationMode.ASSISTED_GENERATION:
+        check_target_state(self)
     if (validate := getattr(assistant, "validate_call", None)) is not None:
         if hasattr(assistant, "_orig_mod"):
             raise ValueError(
@@ -434,6 +436,23 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
         # All that the library checks for this mode alone is that the model is not stateful, which these caches answer
         generation_mode = GenerationMode.SAMPLE if generation_config.do_sample else GenerationMode.GREEDY_SEARCH
     GenerationMixin._validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs)
+
+
+def check_target_state(target: DeepseekV4ForCausalLM) -> None:
+    """Raises `ValueError` for a target that is in a state in which its plain decoding goes wrong too."""
+    attention = target.config._attn_implementation
+    if attention is not None and attention.startswith("paged|"):
+        raise ValueError(
+            f"the target's attention is {attention!r}, which DeepSeek-V4 does not have (generate with "
+            "cache_implementation='paged' leaves it behind): call target.set_attn_implementation('eager')"
+        )
+    # peft's prompt-learning methods put virtual tokens before the prompt, through this method of the target's
+    adapter = getattr(target.prepare_inputs_for_generation, "__self__", target)
+    if getattr(getattr(adapter, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{adapter.active_peft_config.peft_type.value} puts virtual tokens before the prompt, where DeepSeek-V4's "
+            "compressed attention misplaces them: use an adapter of the weights, such as LoRA, or the base model"
+        )
 
 
 def _can_rewind_for(assistant, generation_mode: GenerationMode, config: GenerationConfig) -> bool:

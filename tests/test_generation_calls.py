@@ -49,6 +49,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 import hyperdflash.generation_hyperdflash as generation
 import hyperdflash.target_hyperdflash as target_module
+from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.target_hyperdflash import RewindableSlidingLayer, make_rewindable, set_up_deepseek_v4
@@ -880,7 +881,15 @@ def test_a_target_left_on_paged_attention_is_refused(prompt):
     target = tiny_target()
     target.config._attn_implementation = "paged|eager"
     match = r"attention is 'paged\|eager', .*set_attn_implementation\('eager'\)"
-    assert_refused(target, prompt, tiny_drafter(target), match)
+    for options in assisted_calls(target):
+        with pytest.raises(ValueError, match=match):
+            greedy(target, prompt, 8, **options)
+
+
+def assisted_calls(target) -> list[dict]:
+    """The options of `generate` that make it assisted: a drafter, the native MTP module, prompt lookup."""
+    mtp = DeepseekV4MTP(target.config).eval()
+    return [{"assistant_model": tiny_drafter(target)}, {"assistant_model": mtp}, {"prompt_lookup_num_tokens": 3}]
 
 
 @pytest.mark.parametrize(
@@ -898,11 +907,12 @@ def test_a_target_left_on_paged_attention_is_refused(prompt):
 def test_virtual_tokens_before_the_prompt_are_refused(prompt, plain, adapter):
     """Prefix tuning changed ids without a word; the base model itself goes on working."""
     target = tiny_target()
-    drafter = tiny_drafter(target)
+    calls = assisted_calls(target)
     adapted = get_peft_model(target, adapter)
-    with pytest.raises(ValueError, match="TUNING puts virtual tokens before the prompt"):
-        adapted.generate(input_ids=prompt, do_sample=False, max_new_tokens=8, assistant_model=drafter)
-    assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == plain[:, :18].tolist()
+    for options in calls:
+        with pytest.raises(ValueError, match="TUNING puts virtual tokens before the prompt"):
+            adapted.generate(input_ids=prompt, do_sample=False, max_new_tokens=8, **options)
+        assert greedy(target, prompt, 8, **options).tolist() == plain[:, :18].tolist()
 
 
 def test_another_model_than_a_deepseek_v4_is_refused_in_one_sentence(target, prompt):
