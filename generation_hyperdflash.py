@@ -380,10 +380,10 @@ class _Loop:
         self.criteria = StoppingCriteriaList(
             c for c in stopping_criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria)
         )
-        # The user's own processors and criteria see ids and scores on the prompt's device, as in plain decoding.
-        # Otherwise everything stays with the target, so that a round is one transfer to the host.
+        # The user's own processors see ids and scores on the prompt's device, as in plain decoding. Otherwise
+        # everything stays with the target, so that a round is one transfer to the host; criteria get the ids alone.
         self.prompt_device = input_ids.device
-        device = self.prompt_device if self.sees_prefix or self.criteria else self.device
+        device = self.prompt_device if self.sees_prefix else self.device
         # Tokens, and behind them the drafts of a round: those that are accepted are in place already.
         self.num_tokens = input_ids.shape[1]
         self.buffer = input_ids.to(device, torch.long, copy=True)
@@ -617,7 +617,7 @@ class _Loop:
             self.logits += (raw[None].to(self.prompt_device, copy=True),)
         finished = token in self.eos_ids or self.num_tokens >= self.max_length
         if self.criteria:
-            finished |= bool(self.criteria(self.ids, self.scores).all())
+            finished |= bool(self.criteria(self.ids.to(self.prompt_device), self.scores).all())
         return finished
 
     def keep_states(self, outputs, num_new: int, first: bool) -> None:

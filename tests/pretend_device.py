@@ -31,6 +31,7 @@ class PretendDevice(TorchFunctionMode):
         super().__init__()
         self.device = torch.device(name)
         self.reads, self.writes = collections.Counter(), collections.Counter()
+        self.largest_read = 0  # values of the largest tensor that was copied from the device
 
     def move(self, *models) -> None:
         """Labels a model's weights and buffers as this device's, whose kernels are the CPU's: one way of running
@@ -74,6 +75,7 @@ class PretendDevice(TorchFunctionMode):
         moves = device != _device(source)
         if moves:
             (self.reads if device == CPU else self.writes)[_line()] += 1
+            self.largest_read = max(self.largest_read, source.numel() if device == CPU else 0)
         result = torch.Tensor.to(source, (dtypes or [source.dtype])[0], copy=moves or kwargs.get("copy", False))
         return self._labelled(result, device)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pretend_device import PretendDevice
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation_hyperdflash import _Loop
@@ -100,6 +100,27 @@ def test_processors_see_the_prompts_device_as_in_plain_decoding():
                 )
                 assert {x.device for x in (out.sequences, *out.scores, *out.logits)} == {ids.device}
                 assert out.sequences.tolist() == want.tolist()
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["prompt on the CPU", "prompt beside the target"])
+def test_a_criterion_sees_the_prompts_device_and_logits_stay_on_the_targets(beside):
+    target, prompt, seen = tiny_target(), random_ids(9), []
+    drafter = tiny_drafter(target)
+    want = greedy(target, prompt, 10)
+    with PretendDevice() as device:
+        device.move(target, drafter)
+        ids = prompt.to(device.device) if beside else prompt
+
+        def watch(input_ids, scores, **kwargs):
+            seen.append((input_ids.device, input_ids.shape[1]))
+            return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
+
+        criteria = StoppingCriteriaList([watch])
+        got = greedy(target, ids, 10, assistant_model=drafter, stopping_criteria=criteria)
+        assert got.device == ids.device
+        assert seen == [(ids.device, length) for length in range(10, 20)]
+        assert device.largest_read < target.config.vocab_size  # ids alone
+    assert got.tolist() == want.tolist()
 
 
 def test_a_drafter_on_another_kind_of_device_drafts_and_is_told_of(caplog):
