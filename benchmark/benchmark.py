@@ -219,7 +219,7 @@ class Benchmark:
 
     @property
     def tie_gap(self) -> float:
-        return TIE_GAPS[self.target.lm_head.weight.dtype]
+        return TIE_GAPS[self.target.dtype]
 
     @property
     def eos_ids(self) -> set[int]:

@@ -93,7 +93,7 @@ def environment(args: argparse.Namespace, target, settings: dict) -> dict:
         **{name: settings[name] for name in ("target", "target_revision", "target_fingerprint", "sources")},
         "versions": _versions(),
         "device": ", ".join(f"{device.type} ({_device_name(device)})" for device in devices),
-        "dtype": str(target.lm_head.weight.dtype).removeprefix("torch."),
+        "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "command": command_text(args),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1044,3 +1044,13 @@ def test_a_trace_shows_every_drafter_on_each_sets_first_prompt_and_measures_noth
 def test_a_trace_without_any_drafter_is_wrong_usage(command, capsys):
     assert command("--trace", methods=("prompt-lookup:3",)) == (2, None)
     assert "--trace shows the rounds of drafters" in capsys.readouterr().err
+
+
+def test_a_target_whose_head_has_no_weight_of_its_own_is_benchmarked_by_its_dtype():
+    """As AWQ and GPTQ leave a head: integers and scales."""
+    target = tiny_target().to(torch.bfloat16)
+    target.lm_head = torch.nn.Sequential(target.lm_head)
+    assert Benchmark.tie_gap.fget(SimpleNamespace(target=target)) == module.TIE_GAPS[torch.bfloat16]
+    settings = dict.fromkeys(("target", "target_revision", "target_fingerprint", "sources"))
+    args = SimpleNamespace(target="tiny")
+    assert environment.environment(args, target, settings)["dtype"] == "bfloat16"
