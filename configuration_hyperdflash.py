@@ -165,8 +165,8 @@ class HyperDFlashConfig(PreTrainedConfig):
 
     def validate_block(self) -> None:
         """Block, vocabulary and mask token fit each other."""
-        if self.block_size < 1:
-            raise ValueError(f"block_size counts the anchor, so it must be at least 1; got {self.block_size}")
+        if self.block_size < 2:
+            raise ValueError(f"block_size {self.block_size} leaves no slot to draft: it counts the anchor")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id {self.mask_token_id} is outside the target's {self.vocab_size} embedding rows"
@@ -209,13 +209,15 @@ class HyperDFlashConfig(PreTrainedConfig):
             )
 
     def validate_layers(self) -> None:
-        """Sizes are at least 1, and the heads divide into groups."""
+        """Sizes are at least 1, the window reaches beyond the block, and the heads divide into groups."""
         for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)}")
-        if self.sliding_window < 1:
+        # The last slot of a block sees `sliding_window - block_size` positions before the anchor
+        if "sliding_attention" in self.layer_types and self.sliding_window <= self.block_size:
             raise ValueError(
-                f"sliding_window counts the position itself, so it must be at least 1; got {self.sliding_window}"
+                f"sliding_window {self.sliding_window} hides all context from the last slot of a block of "
+                f"{self.block_size} positions: it must be larger than block_size"
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(

@@ -61,8 +61,6 @@ def check_servable(config: HyperDFlashConfig) -> None:
             f"hidden_size {config.hidden_size} is not the target's {config.target_hidden_size}: the plug-in has no "
             "code for the two projections of such a drafter; train one of the target's width"
         )
-    if config.block_size < 2:
-        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
     rope_type = config.rope_parameters.get("rope_type", "default")
     if rope_type != "default" or config.hidden_act != "silu":
         raise ValueError(

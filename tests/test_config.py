@@ -92,6 +92,12 @@ def test_the_changed_fields_are_all_fields():
     ("fields", "named"),
     [
         ({"block_size": 0}, "block_size.*0"),
+        ({"block_size": 1}, "block_size 1 leaves no slot to draft"),
+        ({"sliding_window": 7}, "sliding_window 7 hides all context from the last slot of a block of 7"),
+        (
+            {"sliding_window": 7, "layer_types": ["full_attention"] * 4 + ["sliding_attention"]},
+            "sliding_window 7 hides",
+        ),
         ({"draft_head": "rnn"}, "draft_head must be one of .*'rnn'"),
         ({"verification": "tree"}, "verification must be one of .*'tree'"),
         ({"markov_rank": 0}, "markov_rank.*0"),
@@ -191,9 +197,17 @@ def test_another_target_name_with_the_same_sizes_works(target):
     assert torch.equal(greedy(target, ids, 8, assistant_model=drafter), greedy(target, ids, 8))
 
 
-def test_a_block_of_the_anchor_alone_is_refused(target):
-    with pytest.raises(ValueError, match="block_size 1"):
-        greedy(target, random_ids(5), 4, assistant_model=tiny_drafter(target, block_size=1))
+def test_a_folder_whose_drafter_has_no_slot_to_draft_is_refused_when_it_is_loaded(target, tmp_path):
+    tiny_drafter(target).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"block_size": 1}))
+    with pytest.raises(StrictDataclassClassValidationError, match="block_size 1 leaves no slot to draft"):
+        HyperDFlashModel.from_pretrained(tmp_path)
+
+
+def test_a_window_as_short_as_the_block_is_allowed_where_no_layer_has_one(target):
+    config = tiny_drafter(target, block_size=4, sliding_window=4, layer_types=["full_attention"] * 2).config
+    assert config.sliding_window == config.block_size
 
 
 @pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "pad_token_id"])

@@ -389,8 +389,7 @@ def test_drafter_made_for_another_target_is_refused_with_both_numbers(target, pr
 
 
 def test_drafter_that_could_not_draft_is_refused(target, prompt, monkeypatch):
-    """One slot, no mask token of its own, no weights. https://github.com/charlie12345/ROCmFPX/issues/44"""
-    assert_refused(target, prompt, tiny_drafter(target, block_size=1), "block_size 1 leaves no slot to draft")
+    """No mask token of its own, no weights. https://github.com/charlie12345/ROCmFPX/issues/44"""
     with torch.device("meta"):
         meta = tiny_drafter(target)
     assert_refused(target, prompt, meta, "no weights")

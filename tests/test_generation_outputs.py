@@ -155,7 +155,7 @@ def test_tap_of_a_prompt_in_chunks_keeps_its_tail_alone(target, monkeypatch):
     taken, take = [], ResidualTap.take
     monkeypatch.setattr(ResidualTap, "take", lambda self: taken.append(take(self)) or taken[-1])
     want = greedy(target, ids, 12)
-    drafter = tiny_drafter(target, sliding_window=8, block_size=8)
+    drafter = tiny_drafter(target, sliding_window=8, block_size=7)
     for options in ({}, {"prefill_chunk_size": 7}):
         taken.clear()
         assert greedy(target, ids, 12, assistant_model=drafter, **options).tolist() == want.tolist()

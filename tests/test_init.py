@@ -641,6 +641,7 @@ def test_options_that_contradict_the_target_are_value_errors(mixed, tmp_path):
         ({"sliding_window": 16, "block_size": 17}, "sliding_window 16 hides all context .* 17 positions"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1; got 0"),
         ({"markov_rank": 8}, "markov_rank=8 needs draft_head=markov, and draft_head is none"),
+        ({"markov_rank": 256}, "markov_rank=256 needs draft_head=markov"),  # given, though it is the default
         ({"markov_gate": True}, "markov_gate=True needs draft_head=markov"),
         ({"verify_cost": 0.5}, "verify_cost=0.5 needs draft_confidence=True"),
         ({"reducer": "fc", "reducer_path_norm": False}, "reducer_path_norm=False needs reducer=hc_gate"),

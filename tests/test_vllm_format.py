@@ -158,11 +158,6 @@ def test_a_drafter_of_intermediate_layers_is_refused_and_nothing_is_written(targ
     assert [path.name for path in tmp_path.iterdir()] == ["drafter"]
 
 
-def test_a_block_without_drafts_is_refused(target):
-    with pytest.raises(ValueError, match="block_size 1 leaves no slot to draft"):
-        vllm_config(tiny_drafter(target, block_size=1).config)
-
-
 def test_a_drafter_of_another_width_than_the_targets_is_refused(target):
     with pytest.raises(ValueError, match="hidden_size 16 is not the target's 32: the plug-in has no code"):
         vllm_config(tiny_drafter(target, hidden_size=16, reducer="fc").config)

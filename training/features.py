@@ -80,8 +80,6 @@ def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig
             raise ValueError(f"{args.target} is a {target.model_type} model; HyperDFlash drafts for deepseek_v4")
         # The seed decides weights, not what is read from the target
         config = drafter_config(target, **{name: value for name, value in args.drafter.items() if name != "seed"})
-    if config.block_size < 2:
-        raise ValueError(f"block_size {config.block_size} leaves no slot to train: it counts the anchor")
     config.target_name_or_path, config.target_revision = recorded_name(args.target, args.target_revision)
     return config
 

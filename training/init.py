@@ -138,18 +138,9 @@ def drafter_config(target: DeepseekV4Config, *, has_hc_head: bool = True, **opti
 
 
 def check_useful(config: HyperDFlashConfig, given: dict) -> None:
-    """Raises `ValueError` for a drafter that could be made but not draft, and for given options that do nothing."""
-    if config.block_size < 2:
-        raise ValueError(f"block_size {config.block_size} leaves no slot to draft: it counts the anchor")
-    # The last slot of a block sees `sliding_window - block_size` positions before the anchor
-    if "sliding_attention" in config.layer_types and config.sliding_window <= config.block_size:
-        raise ValueError(
-            f"sliding_window {config.sliding_window} hides all context from the last slot of a block of "
-            f"{config.block_size} positions: it must be larger than block_size"
-        )
+    """Raises `ValueError` for given options that do nothing, also where they repeat the default."""
     for name, (other, value) in _NEEDED.items():
-        default = getattr(HyperDFlashConfig, name)
-        if given.get(name, default) != default and getattr(config, other) != value:
+        if name in given and getattr(config, other) != value:
             raise ValueError(f"{name}={given[name]} needs {other}={value}, and {other} is {getattr(config, other)}")
 
 
