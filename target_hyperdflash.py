@@ -303,6 +303,8 @@ def make_rewindable(cache: Cache, config) -> Cache:
         )
     check_lengths(cache)
     cache.layers = [_rewindable_layer(layer, config) for layer in cache.layers]
+    for layer in cache.layers:
+        layer.max_rewind = None  # an interrupted prompt lookup may have left its own
     return cache
 
 
@@ -495,9 +497,8 @@ def _stop_recording(cache: Cache | None) -> None:
     # all can go back to the longest of what is verified.
     verified = max((layer.get_seq_length() - layer.num_recorded for layer in layers), default=0)
     for layer in layers:
-        layer.crop(min(verified - layer.get_seq_length(), 0))
-        layer.deactivate_past_recording()
-        layer.max_rewind = None
+        layer.crop(min(verified - layer.get_seq_length(), 0))  # drops the record too
+        layer.record_past, layer.max_rewind = False, None
 
 
 # ---------------------------------------------------------------------------------------------------- the residual tap

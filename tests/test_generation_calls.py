@@ -634,6 +634,37 @@ def test_an_interrupted_call_leaves_only_verified_positions_in_the_users_cache(w
     assert_same_state(cache, fresh)
 
 
+def test_a_cache_serves_a_drafter_after_prompt_lookup_was_interrupted_twice(monkeypatch):
+    """Ctrl-C in the call, and again at the end of the recovery, before the limit on rewinds is lifted."""
+    target = tiny_target()
+    want = greedy(target, random_ids(10), 30)
+    cache = DynamicCache(config=target.config)
+    own = RewindableSlidingLayer.crop
+
+    def interrupt(*args):
+        monkeypatch.setattr(RewindableSlidingLayer, "crop", interrupt_again)
+        raise KeyboardInterrupt
+
+    def interrupt_again(self, tokens_to_remove):
+        own(self, tokens_to_remove)
+        if self is cache.layers[-1]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        greedy(
+            target,
+            want[:, :10],
+            8,
+            cache=cache,
+            prompt_lookup_num_tokens=2,
+            stopping_criteria=StoppingCriteriaList([interrupt]),
+        )
+    monkeypatch.undo()
+    assert cache.get_seq_length()
+    drafter = scripted_drafter(target, want, 0, block_size=7)
+    assert greedy(target, want[:, :20], 20, cache=cache, assistant_model=drafter).tolist() == want.tolist()
+
+
 class Interrupts:
     """Raises `KeyboardInterrupt` before the given lines of the cache's code, counted over a call, as Ctrl-C may."""
 
