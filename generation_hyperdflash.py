@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.configuration_utils import PretrainedConfig
 from transformers.generation import (
     EosTokenCriteria,
     EpsilonLogitsWarper,
@@ -731,14 +731,14 @@ def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
     return attentions
 
 
-def _reach(config: PretrainedConfig) -> int | None:
+def _reach(config: PreTrainedConfig) -> int | None:
     """How many positions before the anchor a drafter's layers can see, or None where one of them sees all."""
     return None if "full_attention" in config.layer_types else config.sliding_window
 
 
 def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
-    """Residuals `(1, C, m, D)` of the prompt without its padding and without what no window reaches: an MTP module's
-    first query is the last of them."""
+    """Residuals `(1, C, m, D)` of the prompt without its padding and without positions outside every window: an MTP
+    module's first query is the last of them."""
     if mask is not None:
         residual = residual[:, mask[0, -residual.shape[1] :].bool().to(residual.device)]
     if (reach := _reach(config)) is not None:

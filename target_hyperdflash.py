@@ -39,7 +39,7 @@ from .configuration_hyperdflash import TESTED_TRANSFORMERS
 logger = logging.get_logger(__name__)
 
 UNTESTED_TRANSFORMERS = (
-    "HyperDFlash builds on {what}, which transformers {version} does not have; tested versions: "
+    "transformers {version} lacks what HyperDFlash builds on: {what}; tested versions: "
     + ", ".join(TESTED_TRANSFORMERS)
 )
 
@@ -47,7 +47,7 @@ try:
     from transformers.cache_utils import DynamicSlidingWindowLayer
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, DeepseekV4HCACache
 except ImportError as error:
-    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error.name, version=transformers.__version__)) from error
+    raise ImportError(UNTESTED_TRANSFORMERS.format(what=error, version=transformers.__version__)) from error
 
 
 # ---------------------------------------------------------------------------------------------------- rewindable cache
@@ -55,7 +55,7 @@ except ImportError as error:
 
 class RewindableSlidingLayer(DynamicSlidingWindowLayer):
     """Sliding-window K = V that can take back every position written since recording or the last `crop`; with
-    `max_rewind`, at most so many of the last ones, and no more is kept on record than that needs."""
+    `max_rewind`, at most the last `max_rewind` positions, and no more is kept on record than that needs."""
 
     max_rewind: int | None = None  # positions; None keeps all that was recorded
 
@@ -413,9 +413,8 @@ def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model
             f"the cache passed in holds {cache.get_seq_length()} positions: transformers' own assisted decoding would "
             "feed them again. Pass no cache, or use a HyperDFlash drafter"
         )
-    if (
-        assistant_model is None and cache is not None
-    ):  # prompt lookup: the library records from before the prompt, and takes back candidates
+    # Prompt lookup: the library records from before the prompt, and takes back no more than candidates
+    if assistant_model is None and cache is not None:
         config = kwargs["generation_config"]
         for layer in cache.layers:
             layer.max_rewind = config.prompt_lookup_num_tokens + 1  # and the token before them, if interrupted
@@ -458,8 +457,8 @@ def check_target_state(target: DeepseekV4ForCausalLM) -> None:
 
 
 def _can_rewind_for(assistant, generation_mode: GenerationMode, config: GenerationConfig) -> bool:
-    """Whether rewindable layers are all that an assisted call lacks. Early exit and the library's own MTP are not
-    among these: the one runs part of the layers on the same cache, for the other V4 has no modules."""
+    """Whether rewindable layers are all that an assisted call lacks. Early exit and the library's own MTP lack
+    more: early exit runs only some layers on the same cache, and V4 has no MTP modules in transformers."""
     return (
         generation_mode == GenerationMode.ASSISTED_GENERATION
         and (assistant is not None or config.prompt_lookup_num_tokens is not None)
@@ -514,8 +513,8 @@ class ResidualTap:
             Zero-based layers whose outputs are read, concatenated on the last axis, `(B, T, m, L * D)`. By default the
             input of hc_head: the final residual before its paths are collapsed, `(B, T, m, D)`.
         last (`int`, *optional*):
-            Keep only so many of the last positions. A prompt read in chunks then costs no more than its tail; may be
-            set to None later.
+            Keep only the last `last` positions. A prompt read in chunks then costs no more than its tail; may be set
+            to None later.
     """
 
     def __init__(self, target: DeepseekV4ForCausalLM, layer_ids: list[int] | None = None, last: int | None = None):

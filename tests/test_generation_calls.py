@@ -205,7 +205,7 @@ def test_moved_seam_is_that_error_at_import_too():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: HyperDFlash builds on GenerationMixin._assisted_decoding(")
+    assert "lacks what HyperDFlash builds on: GenerationMixin._assisted_decoding(" in last
     assert "tested versions: 5.24.0" in last
 
 

@@ -5,6 +5,7 @@ is the folder's own code.
 """
 
 import builtins
+import importlib.util
 import os
 import shutil
 import socket
@@ -21,6 +22,7 @@ from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_drafter_config, tiny
 from transformers import AutoModel, GenerationConfig, modeling_utils
 from transformers.utils import hub
 
+from hyperdflash import target_hyperdflash
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.init import init_drafter
 
@@ -677,3 +679,11 @@ def test_git_ignores_nothing_that_belongs_in_a_published_folder(tmp_path):
     assert [name for name in wanted if is_ignored(name)] == []
     assert [name for name in wanted if is_ignored(f"examples/tiny/drafter/{name}")] == []
     assert is_ignored("__pycache__/configuration_hyperdflash.cpython-311.pyc")
+
+
+def test_a_class_that_transformers_lacks_is_named_in_the_import_error(monkeypatch):
+    """The class, not its module, which is there."""
+    monkeypatch.delattr("transformers.cache_utils.DynamicSlidingWindowLayer")
+    spec = importlib.util.spec_from_file_location("hyperdflash.target_again", target_hyperdflash.__file__)
+    with pytest.raises(ImportError, match="lacks what HyperDFlash builds on: .*'DynamicSlidingWindowLayer'.*tested"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
