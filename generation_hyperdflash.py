@@ -169,6 +169,12 @@ class DraftRequest:
     do_sample: bool = False
 
 
+def _refuse_to_generate(*args, **kwargs):
+    raise NotImplementedError(
+        "a drafter does not generate by itself: pass it to generate(assistant_model=...) of its DeepSeek-V4 target"
+    )
+
+
 class HyperDFlashAssistant:
     """What makes the drafter an assistant: checks before a call, and the decoding loop.
 
@@ -177,6 +183,15 @@ class HyperDFlashAssistant:
     """
 
     _targets_compared = weakref.WeakKeyDictionary()  # drafter -> targets whose fingerprint was compared
+
+    def refuse_to_generate(self) -> None:
+        """One sentence for `generate` of this model, and of a target that is not a DeepSeek-V4."""
+        # On the instance, where peft looks the first one up. With either on the class, AutoModel would put another
+        # class in its place, which has GenerationMixin and cannot be pickled.
+        self.prepare_inputs_for_generation = self.generate = _refuse_to_generate
+        # A target that is not a DeepSeek-V4 runs the library's own assisted decoding, which first reads these
+        self.generation_config = GenerationConfig()
+        self._supports_logits_to_keep = _refuse_to_generate
 
     @property
     def max_drafts(self) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers.cache_utils import Cache
-from transformers.generation import GenerationConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
@@ -302,12 +301,6 @@ class HyperDFlashPreTrainedModel(PreTrainedModel):
             nn.init.zeros_(module.markov_w2)
 
 
-def _refuse_to_generate(*args, **kwargs):
-    raise NotImplementedError(
-        "a HyperDFlash drafter does not generate: pass it to generate(assistant_model=...) of its DeepSeek-V4 target"
-    )
-
-
 class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
     """The drafter. Give it to `target.generate(assistant_model=...)`; `forward` follows the DFlash protocol."""
 
@@ -324,12 +317,7 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         same, sizes = config.hidden_size == config.target_hidden_size, (config.target_hidden_size, config.hidden_size)
         self.embed_proj = None if same else nn.Linear(*sizes, bias=False)
         self.head_proj = None if same else nn.Linear(*sizes[::-1], bias=False)
-        # On the instance, where peft looks the first one up. With either on the class, AutoModel would put another
-        # class in its place, which has GenerationMixin and cannot be pickled.
-        self.prepare_inputs_for_generation = self.generate = _refuse_to_generate
-        # A target that is not a DeepSeek-V4 runs the library's own assisted decoding, which first reads these
-        self.generation_config = GenerationConfig()
-        self._supports_logits_to_keep = _refuse_to_generate
+        self.refuse_to_generate()
         self.gradient_checkpointing = False
         self.post_init()
 

@@ -88,6 +88,7 @@ class DeepseekV4MTP(HyperDFlashAssistant, DeepseekV4PreTrainedModel):
         self.hc_head = DeepseekV4HyperHead(config)
         self.norm = DeepseekV4RMSNorm(D, eps=config.rms_norm_eps)
         self.rotary_emb = DeepseekV4RotaryEmbedding(config)
+        self.refuse_to_generate()
         self.post_init()
 
     @classmethod
