@@ -220,6 +220,13 @@ def test_a_mode_that_was_not_trained_on_is_a_warning(world):
     assert "trained on non-thinking texts, but the prompts are in thinking mode" in found.text
 
 
+def test_a_generation_that_was_not_trained_on_is_a_warning(world):
+    found = check.check_encoding(world.pair(world.drafter, generation="0731"))
+    assert found.status == WARNING
+    assert "trained for generation preview" in found.text
+    assert "use --generation preview," in found.fix
+
+
 class Elsewhere(torch.Tensor):
     """A tensor of another device, as far as its class tells: `to` brings it here."""
 
@@ -541,6 +548,22 @@ def test_the_generation_of_the_prompts_can_be_chosen_and_is_the_drafters_otherwi
         with pytest.raises(ZeroDivisionError):
             main(["check", str(TARGET), str(DRAFTER), *options])
     assert [encoding["generation"] for encoding in seen] == ["preview", "0731"]
+
+
+def test_the_pair_is_judged_by_the_generation_that_was_asked_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(check, "examine", lambda pair: seen.append(pair.generation) or [])
+    main(["check", str(TARGET), str(DRAFTER), "--generation", "0731"])
+    assert seen == ["0731"]
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_revision_of_a_folder_is_wrong_usage_and_not_a_cause(capsys, monkeypatch, role):
+    monkeypatch.setattr(check, "load_target_model", lambda *args: pytest.fail("loaded"))
+    assert main(["check", str(TARGET), str(DRAFTER), f"--{role}-revision", "main"]) == 2 != CAUSE_FOUND
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "revision='main' belongs to a Hub id" in captured.err
 
 
 def test_a_prompt_that_is_too_long_is_said_before_the_target_is_loaded(monkeypatch, capsys):
