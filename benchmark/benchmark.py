@@ -29,9 +29,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 from ..common.checkpoint import TargetCheckpoint, encoding_mismatch, load_target
-from ..common.console import UsageError, check_positive, progress_is_hidden
+from ..common.console import UsageError, progress_is_hidden
 from ..common.files import write_atomically
-from ..encoding_deepseek_v4 import check_options, encode_with_mask, to_message
+from ..encoding_deepseek_v4 import encode_with_mask, to_message
 from ..generation.decoding import TIE_GAPS, first_difference
 from ..generation.trace import write_trace
 from ..generation.trace_recorder import RoundRecorder, Trace
@@ -324,21 +324,10 @@ def _check(args: argparse.Namespace) -> list[Method]:
     """The methods of --methods. Raises `UsageError` for options that cannot be used as they are."""
     methods = parse_methods(args.methods)
     check_names(args.datasets, args.prompts)
-    check_positive(args, "num_prompts", "max_new_tokens", "threads")
     for name in ("modes", "temperatures", "seeds"):
         values = getattr(args, name)
         if len(set(values)) < len(values):
             raise UsageError(f"--{name} has a value twice: {' '.join(map(str, values))}")
-    for temperature in args.temperatures:
-        if not 0 <= temperature < math.inf:
-            raise UsageError(f"--temperatures must be 0 (greedy) or above, got {temperature}")
-    if args.effort is not None and "thinking" not in args.modes:
-        raise UsageError(f"--effort {args.effort} is for thinking mode: add --modes thinking")
-    for mode in args.modes:
-        try:
-            check_options(mode, args.effort, args.generation)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
     if args.trace and all(method.name in (TARGET_ONLY, PROMPT_LOOKUP) for method in methods):
         raise UsageError("--trace shows the rounds of drafters: add one to --methods")
     check_pictures()

@@ -27,12 +27,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from ..benchmark.prompt_sets import history_and_turns
 from ..common.checkpoint import (
     check_device_map,
-    check_folder,
     check_target,
     encoding_mismatch,
     load_drafter,
     load_target_model,
     load_tokenizer,
+    resolve_checkpoint,
 )
 from ..common.console import UsageError
 from ..common.data_files import read_rows
@@ -148,12 +148,16 @@ def check_mask(pair: Pair) -> Finding:
 
 
 def check_encoding(pair: Pair) -> Finding:
-    """The drafter was trained on the mode of the prompts."""
-    trained = (pair.config.encoding or {}).get("modes")
-    if not trained:
+    """The drafter was trained on the mode and generation of the prompts."""
+    trained = pair.config.encoding or {}
+    modes, generation = trained.get("modes"), trained.get("generation")
+    if not modes:
         return Finding("encoding", OK, "the config does not say which modes it was trained on")
-    if text := encoding_mismatch(pair.config, pair.mode, pair.config.encoding.get("generation")):
-        fix = f"use --mode {trained[0]}, or train on {pair.mode} answers"
+    if text := encoding_mismatch(pair.config, pair.mode, pair.generation):
+        options = [f"--mode {modes[0]}"] if pair.mode not in modes else []
+        if generation not in (None, pair.generation):
+            options.append(f"--generation {generation}")
+        fix = f"use {' '.join(options)}, or train on such texts as the prompts"
         return Finding("encoding", WARNING, f"the drafter {text}", fix)
     return Finding("encoding", OK, f"trained on {pair.mode} texts, as asked for")
 
@@ -365,6 +369,9 @@ def run(args: argparse.Namespace) -> int:
     cannot run.
     """
     check_device_map(args.device_map)
+    # Before anything is judged: a mistyped name or revision is not a reason why a drafter accepts little
+    args.target, args.target_revision = resolve_checkpoint(args.target, args.target_revision)
+    args.drafter, args.drafter_revision = resolve_checkpoint(args.drafter, args.drafter_revision)
     check_types(args)
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
@@ -389,12 +396,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_types(args: argparse.Namespace) -> None:
-    """Raises `UsageError` unless the two names are a target's and a drafter's in this order, `OSError` for none at
-    all: a mistyped name is not a reason why a drafter accepts little."""
+    """Raises `UsageError` unless the two names are a target's and a drafter's in this order."""
     names = {"target": (args.target, args.target_revision), "drafter": (args.drafter, args.drafter_revision)}
     types = {}
     for role, (name, revision) in names.items():
-        check_folder(name)
         types[role] = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
     if (types["target"], types["drafter"]) == ("hyperdflash", "deepseek_v4"):
         raise UsageError(f"{args.target} is the drafter and {args.drafter} the target: name the target first")
@@ -424,6 +429,8 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
     target = load_target_model(args.target, args.target_revision, args.dtype, args.device_map)
     try:
         drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
+    except UsageError:  # of the options, not of the pair
+        raise
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error).split()))
         return
@@ -437,6 +444,7 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
             given,
             special_ids=tokenizer.get_added_vocab(),
             mode=args.mode,
+            generation=generation,
             max_new_tokens=args.max_new_tokens,
         )
     )

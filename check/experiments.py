@@ -86,7 +86,7 @@ class Pair:
         given (`list[tuple[list[int], list[int]]]`): ids and loss mask of the conversations that have an answer
             already.
         special_ids (`dict[str, int]`): the tokenizer's added tokens, which are not ordinary text.
-        mode (`str`): mode of the chat encoding that the prompts are in.
+        mode, generation (`str`): mode and generation of the chat encoding that the prompts are in.
     """
 
     target: nn.Module
@@ -95,6 +95,7 @@ class Pair:
     given: list[tuple[list[int], list[int]]] = field(default_factory=list)
     special_ids: dict[str, int] = field(default_factory=dict)
     mode: str = "non-thinking"
+    generation: str = "preview"
     max_new_tokens: int = 64
 
     def __post_init__(self):

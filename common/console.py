@@ -1,6 +1,5 @@
-"""What every command shares: errors of usage, checks of options, when progress shows, control characters shown."""
+"""What every command shares: errors of usage, when progress shows, control characters shown."""
 
-import argparse
 import importlib.util
 import os
 import sys
@@ -8,13 +7,6 @@ import sys
 
 class UsageError(ValueError):
     """What was typed, or written in a recipe, cannot be run as it is: exit status 2, as for wrong options."""
-
-
-def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises `UsageError` for an option that was given and is below 1."""
-    for name in names:
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
 
 
 def progress_is_hidden() -> bool:

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES, encode_messages
+from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES, check_options
 from .console import UsageError
 
 # Not float16: transformers keeps parts of DeepSeek-V4 in fp32, which its forward then multiplies with halves
@@ -183,8 +183,7 @@ def check_effort(args: argparse.Namespace, modes: list[str]) -> None:
     errors = []
     for generation in [args.generation] if args.generation else EFFORT_INSTRUCTIONS:
         try:
-            message = {"role": "user", "content": "?"}
-            encode_messages([message], mode="thinking", effort=args.effort, generation=generation)
+            check_options("thinking", args.effort, generation)
         except ValueError as error:
             errors.append(error)
         else:

@@ -15,6 +15,7 @@ from ..common.checkpoint import (
     check_device_map,
     check_drafter,
     check_target,
+    encoding_mismatch,
     load_drafter,
     load_target_model,
     load_tokenizer,
@@ -22,6 +23,7 @@ from ..common.checkpoint import (
 )
 from ..common.console import UsageError
 from ..common.files import read_json, read_text
+from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .decoding import describe
 from .streaming import LEGEND, DraftStreamer
@@ -37,12 +39,15 @@ def run(args: argparse.Namespace) -> int:
     check_device_map(args.device_map)
     target_source = resolve_checkpoint(args.target, args.target_revision)
     config = check_target(*target_source)
+    drafter_config = None
     if args.drafter is not None:
         drafter_source = resolve_checkpoint(args.drafter, args.drafter_revision)
-        check_drafter(*drafter_source, config)
+        drafter_config = check_drafter(*drafter_source, config)
     tokenizer = load_tokenizer(*target_source)
     input_ids = prompt_ids(messages, tokenizer, args)
     check_length(input_ids.shape[1], args.max_new_tokens, config.max_position_embeddings)
+    if drafter_config is not None and not args.raw:
+        warn_of_encoding(drafter_config, args)
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     target = load_target_model(*target_source, args.dtype, args.device_map)
@@ -70,6 +75,12 @@ def check_length(num_prompt_tokens: int, max_new_tokens: int, limit: int) -> Non
             f"{num_prompt_tokens} prompt tokens and --max-new-tokens {max_new_tokens} exceed the target's {limit} "
             "positions"
         )
+
+
+def warn_of_encoding(config: HyperDFlashConfig, args: argparse.Namespace) -> None:
+    """One line on stderr if the drafter was trained on another mode or generation of the chat encoding."""
+    if text := encoding_mismatch(config, args.mode, args.generation):
+        print(f"hyperdflash generate: warning: the drafter {text}; it will accept less", file=sys.stderr)
 
 
 def write_page(args: argparse.Namespace, recorder: RoundRecorder, messages: list[dict]) -> None:

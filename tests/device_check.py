@@ -30,7 +30,7 @@ NUM_NEW = 96
 
 def load_pair(device: str, dtype: str):
     """The example's target, tokenizer and drafter, and its prompts as ids on that device."""
-    target, tokenizer = load_target(str(TINY / "target"), device, dtype)
+    target, tokenizer = load_target(str(TINY / "target"), None, dtype, device)
     drafter = HyperDFlashModel.from_pretrained(TINY / "drafter", dtype=target.dtype).to(device)
     texts = ([{"role": "user", "content": text}] for text in PROMPTS.values())
     ids = [encode_with_mask(text, tokenizer, add_generation_prompt=True)[0] for text in texts]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tiny_v4 import MASK_TOKEN_ID, SLIDING, nightly, random_ids, tiny_drafter, tiny_target
 
+from hyperdflash import generation_hyperdflash
 from hyperdflash.__main__ import main
 from hyperdflash.benchmark.prompt_sets import read_file
 from hyperdflash.check import check
@@ -27,7 +28,6 @@ from hyperdflash.check.experiments import Pair
 from hyperdflash.common.checkpoint import load_drafter, load_target
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
 from hyperdflash.generation.demo import PROMPTS, TINY
-from hyperdflash.generation_hyperdflash import _Loop
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.target_hyperdflash import ResidualTap
 from hyperdflash.training.blocks import attention_masks, make_blocks
@@ -220,6 +220,13 @@ def test_a_mode_that_was_not_trained_on_is_a_warning(world):
     assert "trained on non-thinking texts, but the prompts are in thinking mode" in found.text
 
 
+def test_a_generation_that_was_not_trained_on_is_a_warning(world):
+    found = check.check_encoding(world.pair(world.drafter, generation="0731"))
+    assert found.status == WARNING
+    assert "trained for generation preview" in found.text
+    assert "use --generation preview," in found.fix
+
+
 class Elsewhere(torch.Tensor):
     """A tensor of another device, as far as its class tells: `to` brings it here."""
 
@@ -274,10 +281,7 @@ def test_decoding_that_is_not_what_was_trained_is_named(world, drafter_class, ch
 
 
 def test_verification_that_changes_the_text_is_named(world, monkeypatch):
-    def accept_everything(self, scores, draft_ids, draft_probs):
-        return len(draft_ids), int(scores[-1].argmax())
-
-    monkeypatch.setattr(_Loop, "judge", accept_everything)
+    monkeypatch.setattr(generation_hyperdflash, "num_leading", len)  # of the comparisons: every draft is accepted
     found = check.check_lossless(world.pair(world.drafter))
     assert found.status == FAIL
     assert "differ with the drafter" in found.text
@@ -544,6 +548,22 @@ def test_the_generation_of_the_prompts_can_be_chosen_and_is_the_drafters_otherwi
         with pytest.raises(ZeroDivisionError):
             main(["check", str(TARGET), str(DRAFTER), *options])
     assert [encoding["generation"] for encoding in seen] == ["preview", "0731"]
+
+
+def test_the_pair_is_judged_by_the_generation_that_was_asked_for(monkeypatch):
+    seen = []
+    monkeypatch.setattr(check, "examine", lambda pair: seen.append(pair.generation) or [])
+    main(["check", str(TARGET), str(DRAFTER), "--generation", "0731"])
+    assert seen == ["0731"]
+
+
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_revision_of_a_folder_is_wrong_usage_and_not_a_cause(capsys, monkeypatch, role):
+    monkeypatch.setattr(check, "load_target_model", lambda *args: pytest.fail("loaded"))
+    assert main(["check", str(TARGET), str(DRAFTER), f"--{role}-revision", "main"]) == 2 != CAUSE_FOUND
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "revision='main' belongs to a Hub id" in captured.err
 
 
 def test_a_prompt_that_is_too_long_is_said_before_the_target_is_loaded(monkeypatch, capsys):

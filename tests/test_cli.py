@@ -83,6 +83,24 @@ def test_a_chat_file_is_continued(tmp_path, capsys):
         assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mode", "thinking"], "was trained on non-thinking texts, but the prompts are in thinking mode"),
+        (["--generation", "0731"], "was trained for generation preview"),
+        (["--raw"], None),
+        ([], None),
+    ],
+    ids=str,
+)
+def test_a_mode_or_generation_that_the_drafter_was_not_trained_on_is_one_warning(options, words, capsys):
+    short = ["--prompt", "2 + 2?", "--max-new-tokens", "2", "--threads", "1"]
+    assert main(["generate", TARGET, DRAFTER, *short, *options]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == (words is not None)
+    assert all(line.startswith("hyperdflash generate: warning: the drafter ") and words in line for line in warnings)
+
+
 def test_show_drafts_colours_accepted_own_and_rejected():
     text = stream([(b"ab!", b"abcd", 2), (b"?", b"", 0)], terminal=True)
     assert "\x1b[32ma\x1b[0m\x1b[32mb" in text  # green: accepted

@@ -339,7 +339,7 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["features=cached"], {}, 2, ["features is one of online, offline; got 'cached'"]),
         (["kl_temperature=0"], {}, 2, ["kl_temperature must be above 0"]),
         (["num_train_epochs=0"], {}, 2, ["num_train_epochs must be above 0"]),
-        (["mode=fast"], {}, 2, ["mode is one of", "'fast'"]),
+        (["mode=fast"], {}, 2, ["unknown mode 'fast'", "non-thinking, thinking"]),
         (["lora={r: 2}"], {}, 2, ["lora adapts a trained drafter: give it in init_from"]),
         (["lora={r: many}"], {}, 2, ["lora.r takes int; got 'many'"]),
         ([], {"drafter": DRAFTER | {"block_size": "seven"}}, 2, ["drafter.block_size takes int; got 'seven'"]),

@@ -22,7 +22,7 @@ from transformers.training_args import trainer_log_levels
 from ..common.console import UsageError, check_installed
 from ..common.options import DRAFTER_OPTIONS as OPTIONS
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES
+from ..encoding_deepseek_v4 import check_options
 
 FEATURES = ("online", "offline")
 # Fields of transformers that this trainer cannot follow, with the value that leaves each off, and why
@@ -162,8 +162,6 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     def _check_values(self) -> None:
         """Each value alone."""
         for name, allowed in (
-            ("mode", MODES),
-            ("generation", tuple(EFFORT_INSTRUCTIONS)),
             ("features", FEATURES),
             ("kl_teacher", KL_TEACHERS),
             ("train_sampling_strategy", ("random", "group_by_length")),
@@ -172,10 +170,10 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         ):
             if getattr(self, name) not in allowed:
                 raise RecipeError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
-        # After the loop, which has checked `generation`: here it is a key
-        if self.effort not in EFFORT_INSTRUCTIONS[self.generation]:
-            known = ", ".join(str(e) for e in EFFORT_INSTRUCTIONS[self.generation])
-            raise RecipeError(f"effort of generation {self.generation!r} is one of {known}; got {self.effort!r}")
+        try:
+            check_options(self.mode, self.effort, self.generation)
+        except ValueError as error:
+            raise RecipeError(str(error)) from error
         for name, least in AT_LEAST.items():
             if getattr(self, name) < least:
                 raise RecipeError(f"{name} must be at least {least}; got {getattr(self, name)}")
