@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from child import fork
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
 from tiny_v4 import nightly, tiny_target
@@ -909,15 +910,39 @@ def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained,
     assert "training started from the weights of `final` (14 samples of `train.jsonl`)" in card
 
 
-def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path, monkeypatch):
+def cache_of_the_hub(tmp_path, monkeypatch, name: str, folder: Path) -> str:
+    """Puts a folder into a cache of the Hub, at the branch `stable`; `main` has a commit whose files are not there.
+    Returns the commit."""
+    repo, commit = tmp_path / "hub" / f"models--{name.replace('/', '--')}", "c" * 40
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    for branch, at in (("stable", commit), ("main", "d" * 40)):
+        (repo / "refs" / branch).write_text(at)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return commit
+
+
+@pytest.mark.parametrize("more", [["target=org/v4@stable"], ["target=org/v4", "target_revision=stable"]])
+def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path, monkeypatch, world, more):
     """A branch moves: features of one commit are not those of another."""
-    monkeypatch.setattr(train, "resolve_revision", lambda target, revision: "c" * 40)
-    assert hd("max_steps=1").status == 0
-    assert HyperDFlashConfig.from_pretrained(tmp_path / "run" / "final").target_revision == "c" * 40
-    assert f"revision `{'c' * 40}`" in (tmp_path / "run" / "final" / "README.md").read_text()
+    commit = cache_of_the_hub(tmp_path, monkeypatch, "org/v4", world.target)
+    result = hd("max_steps=1", *more)
+    assert result.status == 0, result.err
+    config = HyperDFlashConfig.from_pretrained(tmp_path / "run" / "final")
+    assert (config.target_name_or_path, config.target_revision) == ("org/v4", commit)
+    assert f"revision `{commit}`" in (tmp_path / "run" / "final" / "README.md").read_text()
     shutil.rmtree(tmp_path / "run")
-    result = hd("features=offline", f"features_dir={stored}")
-    assert_refused(result, 1, f"target_revision.*{'c' * 40}")
+    result = hd("features=offline", f"features_dir={stored}", *more)
+    assert_refused(result, 1, f"target_revision.*{commit}")
+
+
+@pytest.mark.parametrize("given", ["org/drafter@stable", "~/final"])
+def test_init_from_is_read_like_any_other_checkpoint(hd, trained, tmp_path, monkeypatch, given):
+    cache_of_the_hub(tmp_path, monkeypatch, "org/drafter", trained / "final")
+    monkeypatch.setenv("HOME", str(trained))
+    result = hd("max_steps=1", f"init_from={given}", without=["drafter"])
+    assert result.status == 0, result.err
+    assert f"weights of {given}" in result.out
 
 
 def test_a_snapshot_of_the_hubs_cache_keeps_its_name_and_commit(hd, world, tmp_path):

@@ -338,7 +338,7 @@ def lineage(init_from: str | None) -> dict | None:
     if init_from is None:
         return None
     # One folder above a run's checkpoint or its `final`; a Hub id has none
-    recorded = Path(init_from).parent / RUN_FILE
+    recorded = Path(init_from).expanduser().parent / RUN_FILE
     before = json.loads(recorded.read_text()) if recorded.is_file() else {}
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 
