@@ -540,7 +540,7 @@ def test_init_from_and_another_runs_checkpoint_exclude_each_other(hd, trained, t
 
 @pytest.fixture
 def stopped(trained, tmp_path) -> Path:
-    """The run as it was after step 3, then the next checkpoint half-written: no state, or a cut one."""
+    """The run as it was after step 6, of 8."""
     run = tmp_path / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-8", "final"))
     return run
@@ -549,16 +549,12 @@ def stopped(trained, tmp_path) -> Path:
 SAME = {"eval_strategy": "steps", "eval_steps": 4, "seed": 7}
 
 
-@pytest.mark.parametrize("remains", ["no state", "cut state", "nothing at all"])
+@pytest.mark.parametrize("remains", ["no state", "nothing at all"])
 def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stopped, remains):
-    state = stopped / "checkpoint-6" / "trainer_state.json"
-    if remains == "cut state":
-        state.write_text(state.read_text()[:200])
-    else:
-        state.unlink()
-        if remains == "nothing at all":
-            shutil.rmtree(stopped / "checkpoint-6")
-            (stopped / "checkpoint-6").mkdir()
+    (stopped / "checkpoint-6" / "trainer_state.json").unlink()
+    if remains == "nothing at all":
+        shutil.rmtree(stopped / "checkpoint-6")
+        (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "junk").write_text("of the killed run")
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
     assert result.status == 0, result.err
@@ -670,6 +666,9 @@ def make_pointer(file: Path) -> None:
         ("model.safetensors", cut, r"model\.safetensors is damaged or cut short"),
         ("model.safetensors", make_pointer, r"model\.safetensors is a Git LFS pointer"),
         ("config.json", cut, r"config\.json is damaged or cut short"),
+        ("trainer_state.json", make_pointer, r"trainer_state\.json is a Git LFS pointer"),
+        ("trainer_state.json", cut, r"trainer_state\.json is damaged or cut short"),
+        ("trainer_state.json", lambda file: file.write_text("{}"), r"trainer_state\.json is not a state"),
     ],
 )
 def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, stopped, file, damage, problem):
@@ -677,8 +676,15 @@ def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, s
     damage(stopped / "checkpoint-6" / file)
     before = tree(stopped)
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
-    assert_refused(result, 1, problem, "remove .*checkpoint-6 to resume from the one before it")
+    assert_refused(result, 1, problem, "remove .*checkpoint-6 to resume from the (one|checkpoint) before it")
     assert tree(stopped) == before
+
+
+def test_a_checkpoint_without_weights_and_two_other_files_is_not_one_of_weights_alone(hd, world, stopped):
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (stopped / "checkpoint-6" / name).unlink()
+    result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
+    assert_refused(result, 1, r"checkpoint-6 has no weights, optimizer\.pt, scheduler\.pt")
 
 
 def test_a_run_of_an_earlier_version_that_recorded_fewer_settings_is_resumed(hd, world, stopped):

@@ -204,8 +204,16 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
         return check_checkpoint(Path(resume))
     output = Path(args.output_dir)
     check_unchanged(output, facts)
-    complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
     # The state is written last: a folder without one was cut short, and nothing can be resumed from it
+    complete = [folder for folder in list_checkpoints(output) if (folder / STATE_FILE).exists()]
+    for folder in complete:
+        # Its weights and optimizer may be whole, so this is the user's to decide
+        if read_state(folder) is None:
+            damage = find_damage(folder / STATE_FILE) or "is not a state of the Trainer"
+            raise ValueError(
+                f"{folder / STATE_FILE} {damage}. Fetch it again, or remove {folder} to resume from the checkpoint "
+                "before it"
+            )
     if args.should_save:
         for folder in set(list_checkpoints(output)) - set(complete):
             logger.warning(f"{folder} was not written completely: removed")
@@ -236,7 +244,7 @@ def check_checkpoint(checkpoint: Path) -> Path:
         f"remove {checkpoint} to resume from the one before it, or start a new run from its weights with "
         f"init_from={checkpoint}"
     )
-    if len(missing) == 3:  # all but the weights
+    if len(missing) == 3 and "weights" not in missing:
         raise ValueError(
             f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot be resumed from "
             f"it; {way_out}"
