@@ -680,6 +680,21 @@ def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, s
     assert tree(stopped) == before
 
 
+def test_the_random_state_of_every_process_is_looked_for(stopped, monkeypatch):
+    checkpoint, warnings = stopped / "checkpoint-6", []
+    monkeypatch.setattr(run_folder.logger, "warning", warnings.append)
+    state = (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_2.pth")
+    shutil.copy(state, checkpoint / "rng_state_0.pth")
+    with pytest.raises(ValueError, match=r"checkpoint-6 has no rng_state_1\.pth: remove"):
+        run_folder.check_checkpoint(checkpoint, 3)
+    shutil.copy(state, checkpoint / "rng_state_1.pth")
+    assert run_folder.check_checkpoint(checkpoint, 3) == checkpoint
+    assert not warnings
+    # More processes than the run had is no damage: a step does not depend on how it is split
+    assert run_folder.check_checkpoint(checkpoint, 4) == checkpoint
+    assert re.search("random states of 3 processes, not of 4", warnings[0])
+
+
 def test_a_checkpoint_without_weights_and_two_other_files_is_not_one_of_weights_alone(hd, world, stopped):
     for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
         (stopped / "checkpoint-6" / name).unlink()
@@ -981,11 +996,15 @@ def test_what_a_run_publishes_has_no_path_of_the_machine(hd, world, trained, tmp
     )
 
 
-def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):
+def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(train.logger, "warning", warnings.append)
     target = save_target(tmp_path / "another", seed=1)
     options = {"without": ["drafter"], "init_from": str(trained / "final"), "target": str(target)}
     result = hd("max_steps=1", "mode=thinking", **options)
     assert result.status == 0, result.err
+    assert len(warnings) == 1
+    assert re.search("was trained for other weights: .* differs .*; embed.weight differs", warnings[0])
     before, config = (HyperDFlashConfig.from_pretrained(run / "final") for run in (trained, tmp_path / "run"))
     assert config.target_name_or_path == "another"
     assert config.encoding == {"generation": "preview", "modes": ["thinking"]}

@@ -269,8 +269,8 @@ def make_drafter(
 def check_drafter(config: HyperDFlashConfig, head: TargetHead, name: str) -> None:
     """Raises `ValueError` for shapes that differ from the target's; warns of a target with other weights."""
     check_shapes(config, head.config)
-    for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
-        logger.warning(f"init_from {name} was trained for other weights: {line}")
+    if lines := fingerprint_differences(config.target_fingerprint or {}, head.identity()):
+        logger.warning(f"init_from {name} was trained for other weights: {'; '.join(lines)}")
 
 
 def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftModel":
