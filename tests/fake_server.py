@@ -8,7 +8,8 @@ EOS, THINK_END = 1, 7  # of the tiny target's tokenizer
 
 
 class FakeServer:
-    """On `url`, in a thread. `reply(body)` gives status, payload and headers, or None to hang up."""
+    """On `url`, in a thread. `reply(body)` gives status, payload (bytes are sent
+    as they are) and headers, or None to hang up."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.requests, self.headers = tokenizer, [], []
@@ -42,7 +43,7 @@ class FakeServer:
                     self.send(*answer)
 
             def send(self, status, payload, headers=()):
-                content = json.dumps(payload).encode()
+                content = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
                 self.send_response(status)
                 for name, value in (*headers, ("Content-Length", str(len(content)))):
                     self.send_header(name, value)

@@ -274,6 +274,12 @@ def test_an_adapter_is_merged_into_the_drafter_that_its_run_keeps(target, tmp_pa
         export_drafter(tmp_path / "moved", tmp_path / "other")
 
 
+def test_an_unknown_format_is_refused_by_name(run, tmp_path):
+    with pytest.raises(ValueError, match="format is one of hf, vllm; got 'gguf'"):
+        export_drafter(run, tmp_path / "out", format="gguf")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("format", ["hf", "vllm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_never_exported(run, tmp_path, value, format):

@@ -682,7 +682,7 @@ def test_the_command_writes_once_verifies_and_says_what_is_wrong(recipe, capsys,
     def refuse(*args):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(features, "load_target", refuse)
+    monkeypatch.setattr(features, "load_target_model", refuse)
     before = tree(folder)
     assert cli.main(["features", str(recipe)]) == 0
     assert cli.main(["features", str(recipe), "--verify"]) == 0
@@ -708,7 +708,7 @@ def test_the_command_fails_in_one_line_without_loading_the_target(recipe, capsys
     def refuse(*args):
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(features, "load_target", refuse)
+    monkeypatch.setattr(features, "load_target_model", refuse)
     override, status, message = {
         "full": ("use_cpu=true", 1, "the features do not fit"),
         "absent": (f"features_dir={recipe.parent}/absent/features", 1, "absent is not a folder"),

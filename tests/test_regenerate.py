@@ -6,6 +6,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -18,6 +19,7 @@ from fake_server import EOS, THINK_END, FakeServer, choice
 from tiny_v4 import nightly
 from transformers import AutoTokenizer
 
+from hyperdflash.common.console import UsageError
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
 from hyperdflash.parsers import parse
 from hyperdflash.training import regenerate as command
@@ -421,6 +423,15 @@ def test_an_answer_that_is_none_fails_with_its_reason(ask, server, tmp_path, ans
     assert read_lines(tmp_path / "out.jsonl") == []
 
 
+def test_a_server_whose_replies_are_not_json_is_there(ask, server, tmp_path):
+    """A proxy's page of HTML costs the turns it answers, which the next run asks again."""
+    server.reply = lambda body: (200, b"<html>") if len(server.requests) < 12 else server.echo(body)
+    report = ask([say(f"Q{i}") for i in range(20)], writer={"retries": 0, "concurrency": 2})
+    assert report.num_failed >= 8
+    assert report.num_answered == 20 - report.num_failed
+    assert "Expecting value" in read_lines(tmp_path / "out.failed.jsonl")[0]["reason"]
+
+
 def test_a_server_that_goes_away_stops_the_run_and_costs_nothing(ask, server, tmp_path):
     rows = [say(f"Q{i}") for i in range(60)]
     server.reply = lambda body: server.echo(body) if len(server.requests) < 20 else None
@@ -626,9 +637,10 @@ def run_command(*args) -> int:
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
         (["--target", TINY, "--effort", "most"], "unknown effort 'most'"),
         (["--target", "no/such/folder/at all"], "no folder no/such"),
+        (["--server", "URL", "--model", "v4", "--tokenizer", "no/such/tokenizer"], "no folder no/such/tokenizer"),
         (["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY], "must start with http"),
         (["--server", "http://127.0.0.1:9", "--model", "v4", "--tokenizer", TINY], "no server answers at"),
-        (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "serves no model 'v5', but v4"),
+        (["--server", "URL", "--model", "v5", "--tokenizer", TINY], "does not serve 'v5'; it serves v4"),
         (["--server", "URL", "--model", "v4", "--tokenizer", TINY, "--api-key-env", "NO_SUCH"], "NO_SUCH"),
     ],
 )
@@ -638,6 +650,30 @@ def test_wrong_options_are_one_error_and_leave_nothing_behind(server, tmp_path, 
     with pytest.raises((ValueError, OSError), match=message):
         run_command(file, "--output", tmp_path / "out.jsonl", *options)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("output", "options"),
+    [
+        ("out.jsonl", ["--server", "localhost:8000", "--model", "v4", "--tokenizer", TINY]),
+        ("out.jsonl", ["--server", "http://a", "--model", "v4", "--tokenizer", TINY, "--api-key-env", "NO_SUCH"]),
+        ("out.txt", ["--target", TINY]),
+    ],
+)
+def test_what_is_typed_wrong_is_an_error_of_usage(tmp_path, output, options):
+    file = write_rows(tmp_path / "in.jsonl", [say("A")])
+    with pytest.raises(UsageError):
+        run_command(file, "--output", tmp_path / output, *options)
+
+
+def test_a_snapshot_of_the_hubs_cache_is_a_target_to_load(tmp_path):
+    """A drafter records its commit, but from_pretrained takes none with a folder."""
+    snapshot = tmp_path / "models--org--v4" / "snapshots" / ("c" * 40)
+    shutil.copytree(TINY, snapshot)
+    writer = TargetWriter(str(snapshot))
+    writer.load()
+    assert (writer.name, writer.revision) == ("org/v4", "c" * 40)
+    assert writer.target.config.model_type == "deepseek_v4"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import pytest
 import torch
 import yaml
 from child import fork
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
 from tiny_v4 import nightly, tiny_target
@@ -539,7 +540,7 @@ def test_init_from_and_another_runs_checkpoint_exclude_each_other(hd, trained, t
 
 @pytest.fixture
 def stopped(trained, tmp_path) -> Path:
-    """The run as it was after step 3, then the next checkpoint half-written: no state, or a cut one."""
+    """The run as it was after step 6, of 8."""
     run = tmp_path / "run"
     shutil.copytree(trained, run, ignore=shutil.ignore_patterns("checkpoint-8", "final"))
     return run
@@ -548,16 +549,12 @@ def stopped(trained, tmp_path) -> Path:
 SAME = {"eval_strategy": "steps", "eval_steps": 4, "seed": 7}
 
 
-@pytest.mark.parametrize("remains", ["no state", "cut state", "nothing at all"])
+@pytest.mark.parametrize("remains", ["no state", "nothing at all"])
 def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stopped, remains):
-    state = stopped / "checkpoint-6" / "trainer_state.json"
-    if remains == "cut state":
-        state.write_text(state.read_text()[:200])
-    else:
-        state.unlink()
-        if remains == "nothing at all":
-            shutil.rmtree(stopped / "checkpoint-6")
-            (stopped / "checkpoint-6").mkdir()
+    (stopped / "checkpoint-6" / "trainer_state.json").unlink()
+    if remains == "nothing at all":
+        shutil.rmtree(stopped / "checkpoint-6")
+        (stopped / "checkpoint-6").mkdir()
     (stopped / "checkpoint-6" / "junk").write_text("of the killed run")
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
     assert result.status == 0, result.err
@@ -669,6 +666,9 @@ def make_pointer(file: Path) -> None:
         ("model.safetensors", cut, r"model\.safetensors is damaged or cut short"),
         ("model.safetensors", make_pointer, r"model\.safetensors is a Git LFS pointer"),
         ("config.json", cut, r"config\.json is damaged or cut short"),
+        ("trainer_state.json", make_pointer, r"trainer_state\.json is a Git LFS pointer"),
+        ("trainer_state.json", cut, r"trainer_state\.json is damaged or cut short"),
+        ("trainer_state.json", lambda file: file.write_text("{}"), r"trainer_state\.json is not a state"),
     ],
 )
 def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, stopped, file, damage, problem):
@@ -676,8 +676,30 @@ def test_a_file_of_a_checkpoint_that_is_missing_or_damaged_is_named(hd, world, s
     damage(stopped / "checkpoint-6" / file)
     before = tree(stopped)
     result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
-    assert_refused(result, 1, problem, "remove .*checkpoint-6 to resume from the one before it")
+    assert_refused(result, 1, problem, "remove .*checkpoint-6 to resume from the (one|checkpoint) before it")
     assert tree(stopped) == before
+
+
+def test_the_random_state_of_every_process_is_looked_for(stopped, monkeypatch):
+    checkpoint, warnings = stopped / "checkpoint-6", []
+    monkeypatch.setattr(run_folder.logger, "warning", warnings.append)
+    state = (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_2.pth")
+    shutil.copy(state, checkpoint / "rng_state_0.pth")
+    with pytest.raises(ValueError, match=r"checkpoint-6 has no rng_state_1\.pth: remove"):
+        run_folder.check_checkpoint(checkpoint, 3)
+    shutil.copy(state, checkpoint / "rng_state_1.pth")
+    assert run_folder.check_checkpoint(checkpoint, 3) == checkpoint
+    assert not warnings
+    # More processes than the run had is no damage: a step does not depend on how it is split
+    assert run_folder.check_checkpoint(checkpoint, 4) == checkpoint
+    assert re.search("random states of 3 processes, not of 4", warnings[0])
+
+
+def test_a_checkpoint_without_weights_and_two_other_files_is_not_one_of_weights_alone(hd, world, stopped):
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt"):
+        (stopped / "checkpoint-6" / name).unlink()
+    result = hd("resume_from_checkpoint=true", eval_data=[str(world.eval_data)], **SAME)
+    assert_refused(result, 1, r"checkpoint-6 has no weights, optimizer\.pt, scheduler\.pt")
 
 
 def test_a_run_of_an_earlier_version_that_recorded_fewer_settings_is_resumed(hd, world, stopped):
@@ -909,15 +931,39 @@ def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained,
     assert "training started from the weights of `final` (14 samples of `train.jsonl`)" in card
 
 
-def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path, monkeypatch):
+def cache_of_the_hub(tmp_path, monkeypatch, name: str, folder: Path) -> str:
+    """Puts a folder into a cache of the Hub, at the branch `stable`; `main` has a commit whose files are not there.
+    Returns the commit."""
+    repo, commit = tmp_path / "hub" / f"models--{name.replace('/', '--')}", "c" * 40
+    shutil.copytree(folder, repo / "snapshots" / commit)
+    (repo / "refs").mkdir()
+    for branch, at in (("stable", commit), ("main", "d" * 40)):
+        (repo / "refs" / branch).write_text(at)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return commit
+
+
+@pytest.mark.parametrize("more", [["target=org/v4@stable"], ["target=org/v4", "target_revision=stable"]])
+def test_the_targets_commit_is_what_is_loaded_and_recorded(hd, stored, tmp_path, monkeypatch, world, more):
     """A branch moves: features of one commit are not those of another."""
-    monkeypatch.setattr(train, "resolve_revision", lambda target, revision: "c" * 40)
-    assert hd("max_steps=1").status == 0
-    assert HyperDFlashConfig.from_pretrained(tmp_path / "run" / "final").target_revision == "c" * 40
-    assert f"revision `{'c' * 40}`" in (tmp_path / "run" / "final" / "README.md").read_text()
+    commit = cache_of_the_hub(tmp_path, monkeypatch, "org/v4", world.target)
+    result = hd("max_steps=1", *more)
+    assert result.status == 0, result.err
+    config = HyperDFlashConfig.from_pretrained(tmp_path / "run" / "final")
+    assert (config.target_name_or_path, config.target_revision) == ("org/v4", commit)
+    assert f"revision `{commit}`" in (tmp_path / "run" / "final" / "README.md").read_text()
     shutil.rmtree(tmp_path / "run")
-    result = hd("features=offline", f"features_dir={stored}")
-    assert_refused(result, 1, f"target_revision.*{'c' * 40}")
+    result = hd("features=offline", f"features_dir={stored}", *more)
+    assert_refused(result, 1, f"target_revision.*{commit}")
+
+
+@pytest.mark.parametrize("given", ["org/drafter@stable", "~/final"])
+def test_init_from_is_read_like_any_other_checkpoint(hd, trained, tmp_path, monkeypatch, given):
+    cache_of_the_hub(tmp_path, monkeypatch, "org/drafter", trained / "final")
+    monkeypatch.setenv("HOME", str(trained))
+    result = hd("max_steps=1", f"init_from={given}", without=["drafter"])
+    assert result.status == 0, result.err
+    assert f"weights of {given}" in result.out
 
 
 def test_a_snapshot_of_the_hubs_cache_keeps_its_name_and_commit(hd, world, tmp_path):
@@ -950,11 +996,15 @@ def test_what_a_run_publishes_has_no_path_of_the_machine(hd, world, trained, tmp
     )
 
 
-def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path):
+def test_stage_two_says_what_it_was_trained_for_and_on(hd, trained, tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(train.logger, "warning", warnings.append)
     target = save_target(tmp_path / "another", seed=1)
     options = {"without": ["drafter"], "init_from": str(trained / "final"), "target": str(target)}
     result = hd("max_steps=1", "mode=thinking", **options)
     assert result.status == 0, result.err
+    assert len(warnings) == 1
+    assert re.search("was trained for other weights: .* differs .*; embed.weight differs", warnings[0])
     before, config = (HyperDFlashConfig.from_pretrained(run / "final") for run in (trained, tmp_path / "run"))
     assert config.target_name_or_path == "another"
     assert config.encoding == {"generation": "preview", "modes": ["thinking"]}

@@ -59,6 +59,8 @@ def export_drafter(
     does not serve, `OSError` when `output` is in use or something is missing, `ImportError` when the card's picture
     needs matplotlib, or an adapter peft, and it is not installed. `output` is untouched then.
     """
+    if format not in FORMATS:
+        raise ValueError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
     checkpoint, run_dir = find_checkpoint(checkpoint, run_dir)
     output = _check_replaceable(output, checkpoint) if overwrite else check_output(output)
     # What can be refused without the weights is refused before they are loaded

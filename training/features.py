@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from ..common.checkpoint import TargetCheckpoint, load_target, recorded_name, resolve_revision
+from ..common.checkpoint import (
+    TargetCheckpoint,
+    load_target_model,
+    load_tokenizer,
+    recorded_name,
+    resolve_checkpoint,
+)
 from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
@@ -67,13 +73,19 @@ def feature_settings(
     }
 
 
-def read_drafter_config(args: HyperDFlashTrainingArguments) -> HyperDFlashConfig:
+def read_drafter_config(
+    args: HyperDFlashTrainingArguments, init_from: tuple[str, str | None] | None = None
+) -> HyperDFlashConfig:
     """The configuration of the run's drafter, which decides what is read from the target; no weights are opened.
+
+    Args:
+        init_from: what `resolve_checkpoint` made of `args.init_from`, where that is done already.
 
     Raises `ValueError` for `drafter` options that contradict each other or the target.
     """
     if args.init_from:
-        config = HyperDFlashConfig.from_pretrained(args.init_from)
+        name, revision = init_from or resolve_checkpoint(args.init_from)
+        config = HyperDFlashConfig.from_pretrained(name, revision=revision)
     else:
         target = AutoConfig.from_pretrained(args.target, revision=args.target_revision)
         if target.model_type != "deepseek_v4":
@@ -181,8 +193,8 @@ def run(args: argparse.Namespace) -> int:
             "features_dir, the folder for the features, is missing: add it to the recipe, or features_dir=..."
         )
     # First: everything read from here on, and the recorded settings, are of this one commit
-    recipe.target_revision = resolve_revision(recipe.target, recipe.target_revision)
-    tokenizer = AutoTokenizer.from_pretrained(recipe.target, revision=recipe.target_revision)
+    recipe.target, recipe.target_revision = resolve_checkpoint(recipe.target, recipe.target_revision)
+    tokenizer = load_tokenizer(recipe.target, recipe.target_revision)
     config, splits = read_drafter_config(recipe), {}
     for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
         if files:
@@ -207,7 +219,7 @@ def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, 
     if not all(writer.is_complete for writer in writers.values()):
         # On several devices, a target that none of them holds alone is spread over all
         device_map = "auto" if torch.accelerator.is_available() else None
-        target, _ = load_target(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
+        target = load_target_model(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
         features = OnlineFeatures(target, config)
         for split, writer in writers.items():
             writer.start(features.head)

@@ -33,8 +33,10 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from ..common.checkpoint import load_tokenizer
+from ..common.console import UsageError
 from ..common.data_files import read_rows, to_messages
 from ..common.files import write_atomically
 from ..common.growing_file import GrowingFile, write_line
@@ -360,7 +362,7 @@ def check_paths(files: list[str], output: str | Path) -> None:
     """Raises `ValueError` or `OSError` for an output that cannot be one."""
     output = Path(output)
     if output.suffix != ".jsonl":
-        raise ValueError(f"--output {output} must be a .jsonl file")
+        raise UsageError(f"--output {output} must be a .jsonl file")
     if output.is_dir():
         raise IsADirectoryError(f"--output {output} is a folder: name a .jsonl file in it")
     if not output.parent.is_dir():
@@ -384,7 +386,7 @@ def run(args: argparse.Namespace) -> int:
     # The target's revision says nothing about another repository's tokenizer
     tokenizer_revision = args.target_revision if args.tokenizer is None else None
     writer = _make_writer(args)
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer or args.target, revision=tokenizer_revision)
+    tokenizer = load_tokenizer(args.tokenizer or args.target, tokenizer_revision)
     report = regenerate(
         args.files,
         args.output,
@@ -408,7 +410,7 @@ def _make_writer(args: argparse.Namespace) -> TargetWriter | ServerWriter:
     if args.server:
         if args.api_key_env is not None:
             if args.api_key_env not in os.environ:
-                raise ValueError(f"--api-key-env: there is no environment variable {args.api_key_env}")
+                raise UsageError(f"--api-key-env: there is no environment variable {args.api_key_env}")
             options["api_key"] = os.environ[args.api_key_env]
         return ServerWriter(args.server, args.model, **options)
     if args.threads:

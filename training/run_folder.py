@@ -201,18 +201,26 @@ def resume_point(args: HyperDFlashTrainingArguments, facts: dict) -> Path | None
                 f"resume_from_checkpoint {resume} is not a complete checkpoint: it has no whole {STATE_FILE}"
             )
         check_unchanged(Path(resume).parent, facts)
-        return check_checkpoint(Path(resume))
+        return check_checkpoint(Path(resume), args.world_size)
     output = Path(args.output_dir)
     check_unchanged(output, facts)
-    complete = [folder for folder in list_checkpoints(output) if read_state(folder) is not None]
     # The state is written last: a folder without one was cut short, and nothing can be resumed from it
+    complete = [folder for folder in list_checkpoints(output) if (folder / STATE_FILE).exists()]
+    for folder in complete:
+        # Its weights and optimizer may be whole, so this is the user's to decide
+        if read_state(folder) is None:
+            damage = find_damage(folder / STATE_FILE) or "is not a state of the Trainer"
+            raise ValueError(
+                f"{folder / STATE_FILE} {damage}. Fetch it again, or remove {folder} to resume from the checkpoint "
+                "before it"
+            )
     if args.should_save:
         for folder in set(list_checkpoints(output)) - set(complete):
             logger.warning(f"{folder} was not written completely: removed")
             shutil.rmtree(folder)
     if not complete:
         logger.warning(f"{output} has no complete checkpoint: starting from the beginning")
-    return check_checkpoint(complete[-1]) if complete else None
+    return check_checkpoint(complete[-1], args.world_size) if complete else None
 
 
 # Besides the state, exact resuming needs one file of each row; the Trainer and accelerate name them differently
@@ -224,7 +232,7 @@ CHECKPOINT_FILES = {
 }
 
 
-def check_checkpoint(checkpoint: Path) -> Path:
+def check_checkpoint(checkpoint: Path, world_size: int = 1) -> Path:
     """The checkpoint; raises `ValueError` that names the file without which a run could not be resumed exactly.
 
     The library resumes without a missing optimizer, schedule or generator, silently on another course.
@@ -232,11 +240,20 @@ def check_checkpoint(checkpoint: Path) -> Path:
     missing = [
         name for name, files in CHECKPOINT_FILES.items() if not any(any(checkpoint.glob(file)) for file in files)
     ]
+    if world_size > 1:
+        # Where it was saved by fewer processes, those of higher rank never had one
+        ranks = {int(file.stem.removeprefix("rng_state_")) for file in checkpoint.glob("rng_state_[0-9]*.pth")}
+        missing += [f"rng_state_{rank}.pth" for rank in range(max(ranks, default=0)) if rank not in ranks]
+        if ranks and max(ranks) + 1 < world_size:
+            logger.warning(
+                f"{checkpoint} has random states of {max(ranks) + 1} processes, not of {world_size}: the others draw "
+                "from new ones"
+            )
     way_out = (
         f"remove {checkpoint} to resume from the one before it, or start a new run from its weights with "
         f"init_from={checkpoint}"
     )
-    if len(missing) == 3:  # all but the weights
+    if len(missing) == 3 and "weights" not in missing:
         raise ValueError(
             f"{checkpoint} was saved without optimizer and schedule (save_only_model): a run cannot be resumed from "
             f"it; {way_out}"
@@ -338,7 +355,7 @@ def lineage(init_from: str | None) -> dict | None:
     if init_from is None:
         return None
     # One folder above a run's checkpoint or its `final`; a Hub id has none
-    recorded = Path(init_from).parent / RUN_FILE
+    recorded = Path(init_from).expanduser().parent / RUN_FILE
     before = json.loads(recorded.read_text()) if recorded.is_file() else {}
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 

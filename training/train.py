@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoTokenizer, DeepseekV4ForCausalLM, PreTrainedTokenizerBase, get_scheduler
+from transformers import DeepseekV4ForCausalLM, PreTrainedTokenizerBase, get_scheduler
 from transformers.utils import logging
 
-from ..common.checkpoint import check_drafter_type, load_target, resolve_revision
+from ..common.checkpoint import check_drafter_type, load_target_model, load_tokenizer, resolve_checkpoint
 from ..common.console import check_installed
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
@@ -160,13 +160,15 @@ def run_steps(
 
 def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     """Load data, target or features, and the drafter, after every check that needs no training step."""
-    revision = args.target_revision = resolve_revision(args.target, args.target_revision)
-    if args.init_from:
-        check_drafter_type(args.init_from)
-    config = read_drafter_config(args)
+    # Once, so that everything is read from the same commit: a branch may move meanwhile
+    args.target, args.target_revision = resolve_checkpoint(args.target, args.target_revision)
+    init_from = resolve_checkpoint(args.init_from) if args.init_from else None
+    if init_from:
+        check_drafter_type(*init_from)
+    config = read_drafter_config(args, init_from)
     # Cheap checks first: encoding the data takes minutes, loading the target longer
     check_settings(args, config)
-    tokenizer = AutoTokenizer.from_pretrained(args.target, revision=revision)
+    tokenizer = load_tokenizer(args.target, args.target_revision)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
     eval_rows, eval_files = None, []
     if args.eval_data:
@@ -174,7 +176,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         eval_files = eval_report.files
     target = None
     if args.features == "online" or args.eval_decode_prompts:
-        target, _ = load_target(args.target, revision, args.target_dtype)
+        target = load_target_model(args.target, args.target_revision, args.target_dtype)
         target.requires_grad_(False).to(args.device)
     stored = eval_stored = None
     if args.features == "offline":
@@ -184,7 +186,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
             eval_stored = OfflineFeatures(args.features_dir, settings, "eval")
     data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
-    drafter = make_drafter(args, head, config)
+    drafter = make_drafter(args, head, config, init_from)
     drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
     # A copy: peft changes modules in place, and `base/` holds the drafter as it was
     model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora, args.seed)
@@ -237,12 +239,18 @@ def check_settings(args: HyperDFlashTrainingArguments, config: HyperDFlashConfig
             with_lora(HyperDFlashModel(config), args.lora)
 
 
-def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead, config: HyperDFlashConfig) -> HyperDFlashModel:
-    """A new drafter, or `init_from`'s weights, in fp32: the masters of mixed precision."""
-    if args.init_from:
+def make_drafter(
+    args: HyperDFlashTrainingArguments,
+    head: TargetHead,
+    config: HyperDFlashConfig,
+    init_from: tuple[str, str | None] | None,
+) -> HyperDFlashModel:
+    """A new drafter, or `init_from`'s weights (a folder or Hub id, and the commit), in fp32: the masters of mixed
+    precision."""
+    if init_from:
         base = Path(args.output_dir) / BASE_FOLDER  # what a resumed adapter was made for, whatever init_from is now
-        source = base if args.resume_from_checkpoint is True and base.is_dir() else args.init_from
-        drafter = HyperDFlashModel.from_pretrained(source, dtype=torch.float32)
+        source, revision = (base, None) if args.resume_from_checkpoint is True and base.is_dir() else init_from
+        drafter = HyperDFlashModel.from_pretrained(source, revision=revision, dtype=torch.float32)
         check_drafter(drafter.config, head, args.init_from)
         if args.should_log and not args.resume_from_checkpoint:
             print(f"weights of {args.init_from}, with a new optimizer and schedule", flush=True)
@@ -261,8 +269,8 @@ def make_drafter(args: HyperDFlashTrainingArguments, head: TargetHead, config: H
 def check_drafter(config: HyperDFlashConfig, head: TargetHead, name: str) -> None:
     """Raises `ValueError` for shapes that differ from the target's; warns of a target with other weights."""
     check_shapes(config, head.config)
-    for line in fingerprint_differences(config.target_fingerprint or {}, head.identity()):
-        logger.warning(f"init_from {name} was trained for other weights: {line}")
+    if lines := fingerprint_differences(config.target_fingerprint or {}, head.identity()):
+        logger.warning(f"init_from {name} was trained for other weights: {'; '.join(lines)}")
 
 
 def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftModel":

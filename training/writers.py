@@ -32,7 +32,8 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target, read_identity
+from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target_model, read_identity, resolve_checkpoint
+from ..common.console import UsageError
 from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, THINK_START_TOKEN, encode_with_mask, to_message
 from ..pairing_hyperdflash import target_fingerprint
 from ..target_hyperdflash import make_rewindable
@@ -141,8 +142,9 @@ class TargetWriter:
         dtype: str = "auto",
         device_map: str | None = None,
     ):
-        checkpoint = TargetCheckpoint(target, revision)
-        self.path, self.revision, self.name = target, checkpoint.revision, checkpoint.name
+        self.source = resolve_checkpoint(target, revision)  # folder or Hub id, and the commit
+        checkpoint = TargetCheckpoint(*self.source)
+        self.revision, self.name = checkpoint.revision, checkpoint.name
         self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
         tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
         self.identity = {
@@ -155,7 +157,7 @@ class TargetWriter:
 
     def load(self) -> None:
         """Load the model."""
-        self.target, _ = load_target(self.path, self.revision, self.dtype, self.device_map)
+        self.target = load_target_model(*self.source, self.dtype, self.device_map)
 
     def answers(
         self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
@@ -310,7 +312,7 @@ class ServerWriter:
         api_key: str | None = None,
     ):
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url} is not a server's address: it must start with http:// or https://")
+            raise UsageError(f"{url} is not a server's address: it must start with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self.name, self.concurrency, self.retries, self.timeout = model, concurrency, retries, timeout
         self.headers = {"Content-Type": "application/json"}
@@ -330,7 +332,7 @@ class ServerWriter:
             raise OSError(f"no server answers at {self.url}: {_describe(error)}") from error
         names = [model.get("id") for model in listed.get("data") or []]
         if names and self.name not in names:
-            raise ValueError(f"{self.url} serves no model {self.name!r}, but {', '.join(map(str, names))}")
+            raise ValueError(f"{self.url} does not serve {self.name!r}; it serves {', '.join(map(str, names))}")
 
     def answers(
         self, queue: TurnQueue, tokenizer: PreTrainedTokenizerBase, sampling: Sampling
@@ -389,12 +391,14 @@ class ServerWriter:
             try:
                 return _first_choice(self._send("/completions", body))
             except (OSError, HTTPException, json.JSONDecodeError) as error:
-                reason, has_answered = _describe(error), isinstance(error, urllib.error.HTTPError)
+                is_status = isinstance(error, urllib.error.HTTPError)
+                # A reply that is not JSON is a reply all the same
+                reason, has_answered = _describe(error), is_status or isinstance(error, json.JSONDecodeError)
                 # The same request would be refused again; a time-out (408) or a rate limit (429) passes
-                if has_answered and error.code < 500 and error.code not in (408, 429):
+                if is_status and error.code < 500 and error.code not in (408, 429):
                     raise AnswerError(reason) from error
                 # The header may also hold a date, in place of which the doubled wait serves
-                if has_answered and (error.headers.get("Retry-After") or "").isdigit():
+                if is_status and (error.headers.get("Retry-After") or "").isdigit():
                     wait = min(float(error.headers["Retry-After"]), LONGEST_WAIT)
             if attempt < self.retries:
                 sleep(wait)
