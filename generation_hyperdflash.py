@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import (
+    BaseStreamer,
     EosTokenCriteria,
     EpsilonLogitsWarper,
     EtaLogitsWarper,
@@ -39,8 +40,9 @@ from transformers.generation import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
-from transformers.utils import logging
+from transformers.utils import ModelOutput, logging
 
 from .pairing_hyperdflash import check_call, check_inputs, check_pair, compare_fingerprint, tensor_of
 from .target_hyperdflash import ResidualTap, recording_stopped
@@ -288,12 +290,12 @@ class HyperDFlashAssistant:
         self,
         target: DeepseekV4ForCausalLM,
         input_ids: torch.LongTensor,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
         synced_gpus: bool = False,
-        streamer=None,
-        inputs_tensor=None,
+        streamer: BaseStreamer | None = None,
+        inputs_tensor: torch.Tensor | None = None,
         tokenizer=None,
         assistant_tokenizer=None,
         **model_kwargs,
@@ -373,7 +375,7 @@ class _Loop:
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
-        streamer,
+        streamer: BaseStreamer | None,
     ):
         self.drafter, self.target, self.config = drafter, target, generation_config
         embedding = tensor_of(target.model.embed_tokens)
@@ -513,7 +515,9 @@ class _Loop:
         self.draft_probs.append(probs)
         return drafts.copy_(torch.multinomial(probs, 1)[:, 0])
 
-    def verify_inputs(self, step_inputs: dict, verified: torch.LongTensor, position: int, mask, cache) -> dict:
+    def verify_inputs(
+        self, step_inputs: dict, verified: torch.LongTensor, position: int, mask: torch.Tensor | None, cache: Cache
+    ) -> dict:
         """The target's inputs for the anchor and its drafts, `verified` `(1, n + 1)`."""
         length = verified.shape[1]
         inputs = {
@@ -530,7 +534,11 @@ class _Loop:
         return inputs
 
     def accept(
-        self, outputs, drafts: torch.LongTensor | None, draft_probs: torch.Tensor | None, first: bool = False
+        self,
+        outputs: ModelOutput,
+        drafts: torch.LongTensor | None,
+        draft_probs: torch.Tensor | None,
+        first: bool = False,
     ) -> tuple[bool, int]:
         """Judge the drafts, append what the target keeps, and stop at the first token that stops.
 
@@ -635,7 +643,7 @@ class _Loop:
             finished |= bool(self.criteria(self.ids.to(self.prompt_device), self.scores).all())
         return finished
 
-    def keep_states(self, outputs, num_new: int, first: bool) -> None:
+    def keep_states(self, outputs: ModelOutput, num_new: int, first: bool) -> None:
         """Hidden states and attentions that the user asked for, one entry per token, as from plain `generate`."""
         rows = range(num_new)
         if self.hidden_states is not None:
@@ -730,7 +738,7 @@ def _sample_own(probs: torch.Tensor, rejected: torch.Tensor | None) -> torch.Lon
     return torch.multinomial(probs, 1)
 
 
-def _row_attentions(outputs, config, row: int) -> tuple[torch.Tensor, ...]:
+def _row_attentions(outputs: ModelOutput, config: DeepseekV4Config, row: int) -> tuple[torch.Tensor, ...]:
     """Attentions `(1, heads, 1, keys)` of one row of a block, of its window and the entries closed by then: these are
     the keys that a step of its own would have."""
     end = outputs.cache.get_seq_length()
@@ -751,7 +759,7 @@ def _reach(config: PreTrainedConfig) -> int | None:
     return None if "full_attention" in config.layer_types else config.sliding_window
 
 
-def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config) -> torch.Tensor:
+def _prompt_context(residual: torch.Tensor, mask: torch.Tensor | None, config: PreTrainedConfig) -> torch.Tensor:
     """Residuals `(1, C, m, D)` of the prompt without its padding and without positions outside every window: an MTP
     module's first query is the last of them."""
     if mask is not None:

@@ -21,16 +21,17 @@ Windows of CSA and HCA: DeepSeek-V4 paper, section 2.3.
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
@@ -124,7 +125,7 @@ class RewindableSlidingLayer(DynamicSlidingWindowLayer):
         length = self.cumulative_length - num_removed
         return {"keys": keys, "values": keys, "cumulative_length": length, "num_recorded": 0}
 
-    def _map_states(self, fn) -> None:
+    def _map_states(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `fn` to every state tensor (batch first)."""
         if self.keys is not None:
             self.keys = self.values = fn(self.keys)
@@ -148,7 +149,7 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
 
     _layer_type = None  # not registered for every cache of the process: see `make_rewindable`
 
-    def __init__(self, config, **kwargs):
+    def __init__(self, config: DeepseekV4Config, **kwargs):
         DeepseekV4HCACache.__init__(self, config)
         self._start_record()
 
@@ -209,7 +210,7 @@ class RewindableHCALayer(RewindableSlidingLayer, DeepseekV4HCACache):
             "entry_count": entry_count,
         }
 
-    def _map_states(self, fn) -> None:
+    def _map_states(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_states(fn)
         for states in (self.buffer_kv, self.buffer_gate, self.compressed_kv):
             for name, tensor in states.items():
@@ -224,7 +225,7 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
 
     _layer_type = None
 
-    def __init__(self, config, **kwargs):
+    def __init__(self, config: DeepseekV4Config, **kwargs):
         DeepseekV4CSACache.__init__(self, config)
         self._start_record()
 
@@ -262,7 +263,7 @@ class RewindableCSALayer(RewindableHCALayer, DeepseekV4CSACache):
                     overlap_gate[name] = gate.select(1, last_entry - first)
         return {**state, "overlap_kv": overlap_kv, "overlap_gate": overlap_gate}
 
-    def _map_states(self, fn) -> None:
+    def _map_states(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super()._map_states(fn)
         for states in (self.overlap_kv, self.overlap_gate):
             for name, tensor in states.items():
@@ -284,7 +285,7 @@ _REWINDABLE = {
 }
 
 
-def make_rewindable(cache: Cache, config) -> Cache:
+def make_rewindable(cache: Cache, config: DeepseekV4Config) -> Cache:
     """Give a DeepSeek-V4 `DynamicCache` rewindable layers, in place, keeping what it already holds.
 
     Layers that are rewindable already (also those of another copy of this file) stay as they are. The library's
@@ -324,7 +325,7 @@ def check_lengths(cache: Cache) -> None:
         )
 
 
-def _lengths(layer) -> Iterator[int]:
+def _lengths(layer: CacheLayerMixin) -> Iterator[int]:
     """How many positions a layer holds: by its window's counter, and by the entries and buffers of each compressor."""
     yield layer.get_seq_length()
     for name, num_entries in getattr(layer, "entry_count", {}).items():
@@ -340,7 +341,7 @@ def _num_rows(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.shape[1]
 
 
-def _rewindable_layer(layer, config):
+def _rewindable_layer(layer: CacheLayerMixin, config: DeepseekV4Config) -> CacheLayerMixin:
     cls = _REWINDABLE.get(type(layer))
     if cls is None:
         if hasattr(layer, "deactivate_past_recording"):
@@ -422,7 +423,9 @@ def _assisted_decoding(self, input_ids: torch.LongTensor, *args, assistant_model
         return GenerationMixin._assisted_decoding(self, input_ids, *args, assistant_model=assistant_model, **kwargs)
 
 
-def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+def _validate_generation_mode(
+    self, generation_mode: GenerationMode, generation_config: GenerationConfig, generation_mode_kwargs: dict
+):
     assistant = generation_mode_kwargs.get("assistant_model")
     if generation_mode == GenerationMode.ASSISTED_GENERATION:
         check_target_state(self)
@@ -468,7 +471,9 @@ def _can_rewind_for(assistant, generation_mode: GenerationMode, config: Generati
     )
 
 
-def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+def _prepare_cache_for_generation(
+    self, generation_config: GenerationConfig, model_kwargs: dict, generation_mode: GenerationMode, *args, **kwargs
+):
     GenerationMixin._prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, *args, **kwargs
     )

@@ -32,7 +32,7 @@ from ..common.checkpoint import TargetCheckpoint, encoding_mismatch, load_target
 from ..common.console import UsageError, progress_is_hidden
 from ..common.files import write_atomically
 from ..encoding_deepseek_v4 import encode_with_mask, to_message
-from ..generation.decoding import TIE_GAPS, first_difference
+from ..generation.comparison import TIE_GAPS, first_difference
 from ..generation.trace import write_trace
 from ..generation.trace_recorder import RoundRecorder, Trace
 from .environment import command_text, environment, run_settings

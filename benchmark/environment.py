@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
-from ..generation.decoding import accelerators
+from ..generation.comparison import accelerators
 from ..pairing_hyperdflash import target_fingerprint
 from .methods import Method
 from .prompt_sets import PromptSet
@@ -22,7 +22,7 @@ SOURCES = Path(__file__).resolve().parents[1]
 
 
 # Besides the closure, the code that figures depend on: the assistants and how calls are timed.
-MEASURING = ("benchmark/methods.py", "benchmark/timing.py", "generation/decoding.py", "generation/mtp.py")
+MEASURING = ("benchmark/methods.py", "benchmark/timing.py", "generation/comparison.py", "generation/mtp.py")
 CPU_INFO = Path("/proc/cpuinfo")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ..common.files import write_atomically
-from ..generation.decoding import TIE_GAPS
+from ..generation.comparison import TIE_GAPS
 from ..generation_hyperdflash import SpeculativeStats
 from .methods import PROMPT_LOOKUP, TARGET_ONLY
 from .records import GROUP, KEY

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from ..generation.decoding import accelerators, time_at_rest
+from ..generation.comparison import accelerators, time_at_rest
 from ..generation_hyperdflash import SpeculativeStats, num_leading
 from ..target_hyperdflash import RewindableSlidingLayer
 

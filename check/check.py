@@ -38,7 +38,7 @@ from ..common.console import UsageError
 from ..common.data_files import read_rows
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import check_options, encode_messages, encode_with_mask
-from ..generation.decoding import TIE_GAPS, first_difference
+from ..generation.comparison import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint

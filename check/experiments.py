@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from ..common.console import progress_is_hidden
-from ..generation.decoding import timed_greedy
+from ..generation.comparison import timed_greedy
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..target_hyperdflash import ResidualTap
 from ..training.blocks import Blocks, attention_masks, make_blocks, previous_ids

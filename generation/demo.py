@@ -10,7 +10,7 @@ from rich.table import Table
 from ..common.checkpoint import check_drafter, check_target, load_drafter, load_target
 from ..encoding_deepseek_v4 import encode_with_mask
 from ..generation_hyperdflash import SpeculativeStats
-from .decoding import first_difference, timed_greedy
+from .comparison import first_difference, timed_greedy
 from .streaming import LEGEND, DraftStreamer
 
 TINY = Path(__file__).resolve().parents[1] / "examples" / "tiny"

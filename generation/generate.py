@@ -25,7 +25,7 @@ from ..common.console import UsageError
 from ..common.files import read_json, read_text
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
-from .decoding import describe
+from .comparison import describe
 from .streaming import LEGEND, DraftStreamer
 from .trace import RoundRecorder, check_trace_path, write_trace
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from ..generation_hyperdflash import ROWWISE_PROCESSORS, DraftRequest, SpeculativeStats, block_verification
-from .decoding import accelerators, time_at_rest
+from .comparison import accelerators, time_at_rest
 
 NUM_ALTERNATIVES = 3
 # What became of a draft, and the target's own token

@@ -20,7 +20,7 @@ from tiny_v4 import features_recipe
 
 from hyperdflash.common.checkpoint import load_target
 from hyperdflash.encoding_deepseek_v4 import encode_with_mask
-from hyperdflash.generation.decoding import first_difference, timed_greedy
+from hyperdflash.generation.comparison import first_difference, timed_greedy
 from hyperdflash.generation.demo import PROMPTS
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 

@@ -19,7 +19,7 @@ from hyperdflash.__main__ import main
 from hyperdflash.common import options
 from hyperdflash.common.checkpoint import load_target
 from hyperdflash.generation import generate
-from hyperdflash.generation.decoding import first_difference
+from hyperdflash.generation.comparison import first_difference
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.streaming import DraftStreamer
 from hyperdflash.parsers import make_parser

@@ -8,7 +8,7 @@ from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.benchmark import timing as module
 from hyperdflash.benchmark.timing import Clock
-from hyperdflash.generation.decoding import accelerators, time_at_rest
+from hyperdflash.generation.comparison import accelerators, time_at_rest
 from hyperdflash.generation.trace_recorder import RoundRecorder
 
 

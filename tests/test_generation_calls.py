@@ -25,6 +25,7 @@ from tiny_v4 import (
     assert_lossless,
     assert_same_state,
     greedy,
+    nightly,
     random_ids,
     scripted_drafter,
     tiny_drafter,
@@ -725,8 +726,9 @@ def test_a_cache_interrupted_between_any_two_lines_gives_the_right_ids_or_is_ref
 
 
 @pytest.mark.slow
-def test_a_cache_interrupted_before_every_line_gives_the_right_ids_or_is_refused():
-    check_interruptions(range(1, 560))
+@pytest.mark.parametrize("lines", [range(1, 560, 6), nightly(range(1, 560))], ids=["every sixth", "every"])
+def test_a_cache_interrupted_before_a_line_gives_the_right_ids_or_is_refused(lines):
+    check_interruptions(lines)
 
 
 def test_an_error_in_the_recovery_does_not_replace_the_calls_own(target, prompt, monkeypatch):

@@ -18,7 +18,7 @@ from tiny_v4 import greedy, random_ids, scripted_drafter, tiny_drafter, tiny_tar
 from transformers import AutoTokenizer
 
 from hyperdflash.__main__ import main
-from hyperdflash.generation import decoding
+from hyperdflash.generation import comparison
 from hyperdflash.generation.demo import TINY
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation.trace import TokenTexts, as_page, check_trace_path, write_trace
@@ -233,7 +233,7 @@ def test_times_are_split_by_where_they_passed_and_leave_recording_out(target, to
     """With a clock that moves on by a second each time it is read: on entering and leaving `propose` and the forward,
     before and after a round is written down, and at both ends of the call."""
     ticks = itertools.count()
-    monkeypatch.setattr(decoding, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(comparison, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     recorder, _ = record(target, scripted_drafter(target, greedy(target, PROMPT, 16), 2), tokenizer)
     parts = [(r.draft_s, r.verify_s, r.other_s) for r in recorder.rounds]
     assert parts == [(0, 1, 2), *[(1, 1, 3)] * 5]

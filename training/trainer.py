@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import ModelOutput, logging
 
-from ..generation.decoding import timed_greedy
+from ..generation.comparison import timed_greedy
 from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
 from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
