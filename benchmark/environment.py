@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, read_identity
+from ..common.checkpoint import TargetCheckpoint, read_identity
 from ..generation.comparison import accelerators
 from ..pairing_hyperdflash import target_fingerprint
 from .methods import Method
@@ -28,7 +28,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 def run_settings(args, methods: list[Method], sets: list[PromptSet], checkpoint: TargetCheckpoint) -> dict:
     """Everything that a record depends on: a run is only resumed with the same."""
-    tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+    tensors = read_identity(checkpoint)
     devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
     names = ("modes", "effort", "generation", "temperatures", "seeds", "num_prompts", "max_new_tokens")
     dtype = str(checkpoint.config.dtype).removeprefix("torch.") if args.dtype == "auto" else args.dtype

@@ -22,10 +22,9 @@ import torch
 from ..common.checkpoint import (
     TargetCheckpoint,
     check_drafter_type,
-    check_folder,
     file_in,
     load_drafter,
-    resolve_revision,
+    resolve_checkpoint,
     tensor_files,
 )
 from ..common.console import UsageError
@@ -208,10 +207,9 @@ def _find(method: Method, typed: str, label: str, target: TargetCheckpoint) -> C
     if folder.is_dir():
         name, files = str(folder), (folder / "config.json", *folder.glob("*.safetensors"))
     else:
-        check_folder(typed)
-        name, _, revision = typed.partition("@")
         # Of a branch, the commit: configuration and weights are read at different times
-        folder, files, revision = None, (), resolve_revision(name, revision or None)
+        name, revision = resolve_checkpoint(typed)
+        folder, files = None, ()
     if method.name == MTP:
         if folder is None:
             folder = _mtp_folder(TargetCheckpoint(name, revision))

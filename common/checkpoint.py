@@ -92,6 +92,7 @@ class TargetCheckpoint:
         raw = read_json(self.file("config.json"))
         _check_model_type(raw, self.name)
         self.config = DeepseekV4Config.from_dict(raw)
+        self._remote: dict[str, _RemoteTensors] = {}
         self.files = tensor_files(self.file, self.name, self.open)
         if any(name.startswith("mtp.0.main_proj") for name in self.files) or "dspark_block_size" in raw:
             logger.warning(
@@ -109,10 +110,17 @@ class TargetCheckpoint:
         """One of its safetensors files, to be read in part; of a Hub id nothing else is fetched, nor kept."""
         if self.folder is not None or isinstance(try_to_load_from_cache(self.name, name, revision=self.revision), str):
             return _open(self.file(name))
-        return _RemoteTensors(f"{self.name}/{name}", self.revision)
+        if name not in self._remote:  # kept, as the header alone can be megabytes
+            self._remote[name] = _RemoteTensors(f"{self.name}/{name}", self.revision)
+        return self._remote[name]
 
     def __contains__(self, name: str) -> bool:
         return self._stored_name(name) is not None
+
+    @property
+    def has_hc_head(self) -> bool:
+        """Whether a drafter's gate can be inherited: a part of it counts, and reading it names what is missing."""
+        return any(name in self for name in GATE_TENSORS)
 
     def _stored_name(self, name: str) -> str | None:
         return next((n for n in (name, *TENSOR_NAMES[name]) if n in self.files), None)
@@ -206,7 +214,10 @@ def _open(path: Path):
 
 
 class _RemoteTensors:
-    """A safetensors file of a Hub repository, read by byte ranges through the methods of `safe_open` used here."""
+    """A safetensors file of a Hub repository, read by byte ranges through the methods of `safe_open` used here.
+
+    Stays open behind a `with`, for the next tensor: its header is fetched once.
+    """
 
     def __init__(self, path: str, revision: str | None):
         # Without a cache, which would fetch megabytes around every read
@@ -221,7 +232,7 @@ class _RemoteTensors:
         return self
 
     def __exit__(self, *exc):
-        self.file.close()
+        pass
 
     def fetch(self, start: int, stop: int) -> bytes:
         self.file.seek(start)
@@ -271,28 +282,21 @@ def _check_model_type(raw: dict, name: str) -> None:
     raise ValueError(f"{name} has model_type {model_type!r}, but a HyperDFlash target has model_type 'deepseek_v4'")
 
 
-def read_identity(checkpoint: TargetCheckpoint, has_hc_head: bool = True) -> dict[str, torch.Tensor]:
+def read_identity(checkpoint: TargetCheckpoint) -> dict[str, torch.Tensor]:
     """The tensors that a drafter inherits or is identified by, under their official names."""
     config = checkpoint.config
     m, D = config.hc_mult, config.hidden_size
     shapes = {"hc_head_fn": (m, m * D), "hc_head_base": (m,), "hc_head_scale": (1,), "norm.weight": (D,)}
     tensors = {
-        name: checkpoint.read(name, shape) for name, shape in shapes.items() if has_hc_head or name not in GATE_TENSORS
+        name: checkpoint.read(name, shape)
+        for name, shape in shapes.items()
+        if checkpoint.has_hc_head or name not in GATE_TENSORS
     }
     tensors["embed.weight"] = checkpoint.read("embed.weight", (config.vocab_size, D), rows=fingerprint_rows)
     return tensors
 
 
 AUTO_DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
-
-
-def check_folder(name: str) -> None:
-    """Raises `OSError` where a path was meant and is not a folder; what else a name may be is the Hub's to say."""
-    if not Path(name).expanduser().is_dir():
-        try:
-            validate_repo_id(name.partition("@")[0])
-        except HFValidationError as error:
-            raise FileNotFoundError(f"no folder {name}") from error
 
 
 def check_device_map(device_map: str | None) -> None:

@@ -1001,9 +1001,9 @@ def test_a_drafter_of_the_hub_is_loaded_from_the_commit_that_was_checked(world, 
     folder, asked, resolved = str(world / "a" / "final"), [], []
     own_load = methods_module.load_drafter
 
-    def resolve(name, revision):
-        resolved.append((name, revision))
-        return "c0ffee"
+    def resolve(given):
+        resolved.append(given)
+        return given.partition("@")[0], "c0ffee"
 
     def config(name, revision=None):
         asked.append((name, revision))
@@ -1013,14 +1013,14 @@ def test_a_drafter_of_the_hub_is_loaded_from_the_commit_that_was_checked(world, 
         asked.append((name, revision))
         return own_load(folder, None, dtype, target)
 
-    monkeypatch.setattr(methods_module, "resolve_revision", resolve)
+    monkeypatch.setattr(methods_module, "resolve_checkpoint", resolve)
     monkeypatch.setattr(methods_module, "check_drafter_type", lambda name, revision: asked.append((name, revision)))
     monkeypatch.setattr(methods_module, "HyperDFlashConfig", SimpleNamespace(from_pretrained=config))
     monkeypatch.setattr(methods_module, "load_drafter", load)
     checkpoint = TargetCheckpoint(world / "target")
     plain, method = find_checkpoints(parse_methods(["hyperdflash:3=org/drafter@main"]), checkpoint)
     load_variants([plain, method], target, "float32")
-    assert resolved == [("org/drafter", "main")]
+    assert resolved == ["org/drafter@main"]
     assert asked == [("org/drafter", "c0ffee")] * 3
     assert [c.identity for c in method.checkpoints] == ["c0ffee"]
 

@@ -182,11 +182,10 @@ def init_drafter(
     """
     output = check_output(output)
     checkpoint = TargetCheckpoint(target, revision)
-    has_hc_head = any(name in checkpoint for name in GATE_TENSORS)
     # Before any tensor is read, which from the Hub is a download
-    config = drafter_config(checkpoint.config, has_hc_head=has_hc_head, **options)
+    config = drafter_config(checkpoint.config, has_hc_head=checkpoint.has_hc_head, **options)
     warn_of_ordinary_token(checkpoint, config.mask_token_id)
-    tensors = read_identity(checkpoint, has_hc_head)
+    tensors = read_identity(checkpoint)
     config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
     model = new_drafter(config, tensors, seed)
     with written_whole(output) as folder:

@@ -32,7 +32,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from ..common.checkpoint import GATE_TENSORS, TargetCheckpoint, load_target_model, read_identity, resolve_checkpoint
+from ..common.checkpoint import TargetCheckpoint, load_target_model, read_identity, resolve_checkpoint
 from ..common.console import UsageError
 from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, THINK_START_TOKEN, encode_with_mask, to_message
 from ..pairing_hyperdflash import target_fingerprint
@@ -146,7 +146,7 @@ class TargetWriter:
         checkpoint = TargetCheckpoint(*self.source)
         self.revision, self.name = checkpoint.revision, checkpoint.name
         self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
-        tensors = read_identity(checkpoint, any(name in checkpoint for name in GATE_TENSORS))
+        tensors = read_identity(checkpoint)
         self.identity = {
             "backend": "transformers",
             "model": self.name,
