@@ -701,7 +701,7 @@ def test_the_command_writes_once_verifies_and_says_what_is_wrong(recipe, capsys,
     assert "shard-00000.safetensors" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("problem", ["full", "absent", "nowhere", "unknown"])
+@pytest.mark.parametrize("problem", ["full", "full with both", "absent", "nowhere", "unknown"])
 def test_the_command_fails_in_one_line_without_loading_the_target(recipe, capsys, monkeypatch, problem):
     """https://github.com/vllm-project/speculators/pull/743"""
 
@@ -711,12 +711,16 @@ def test_the_command_fails_in_one_line_without_loading_the_target(recipe, capsys
     monkeypatch.setattr(features, "load_target_model", refuse)
     override, status, message = {
         "full": ("use_cpu=true", 1, "the features do not fit"),
+        "full with both": ("use_cpu=true", 1, "eval: 5 of 5 tokens to write"),
         "absent": (f"features_dir={recipe.parent}/absent/features", 1, "absent is not a folder"),
         "nowhere": ("features_dir=null", 2, "features_dir, the folder for the features, is missing"),
         "unknown": ("feature_dir=x", 2, "unknown key 'feature_dir'"),
     }[problem]
     if problem == "full":
         monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    if problem == "full with both":  # either split fits, as does the head that they share
+        head = 2 * 2 * 4096 * 192
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=head + 20 * 1536))
     assert cli.main(["features", str(recipe), override]) == status
     error = capsys.readouterr().err
     assert error.startswith("hyperdflash features: ")

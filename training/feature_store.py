@@ -133,7 +133,7 @@ class FeatureWriter:
 
     Attributes:
         missing (`list[range]`): samples still to add, one range per shard.
-        num_missing_tokens, num_bytes (`int`): their tokens, and what they will take.
+        num_missing_tokens, num_bytes (`int`): their tokens, and what they will take, `head_bytes` of it for the head.
 
     Nothing is written before `start`. Raises `ValueError` for a folder with other settings (the fields are named),
     `OSError` for a path that cannot be written or when the disk is too small.
@@ -163,10 +163,11 @@ class FeatureWriter:
         self._buffers: dict[int, _ShardBuffer] = {}
         self.missing = self._missing()
         self.num_missing_tokens = sum(self.lengths[i] for samples in self.missing for i in samples)
-        self.num_bytes = self.token_bytes * self.num_missing_tokens
-        if _stored_head(self.root) is None:  # embedding and LM head, in two bytes a number
-            self.num_bytes += 2 * config.vocab_size * config.target_hidden_size * 2
-        self._check_space()
+        # Embedding and LM head, in two bytes a number; all splits share one
+        has_head = _stored_head(self.root) is not None
+        self.head_bytes = 0 if has_head else 2 * config.vocab_size * config.target_hidden_size * 2
+        self.num_bytes = self.token_bytes * self.num_missing_tokens + self.head_bytes
+        check_space([self])
 
     def _manifest(self, settings: dict, config: HyperDFlashConfig, shard_bytes: int) -> Manifest:
         new = Manifest(settings, token_shapes(config), len(self.lengths), sum(self.lengths), shard_bytes)
@@ -204,15 +205,6 @@ class FeatureWriter:
             f"{_size(self.token_bytes)} each: "
             f"{_size(self.num_bytes)} in {len(self.missing):,} shards; {_size(free)} free"
         )
-
-    def _check_space(self) -> None:
-        # The folder may not exist yet: its nearest existing parent is on the same disk
-        if self.num_bytes > shutil.disk_usage(_existing(self.root)).free:
-            raise OSError(
-                errno.ENOSPC,
-                f"the features do not fit. {self.estimate()}. Use a larger disk for features_dir, fewer rows, a "
-                "smaller max_length, or `features: online`, which needs no disk",
-            )
 
     def start(self, head: TargetHead) -> None:
         """Make the folder and store the target's head in it, once.
@@ -336,6 +328,19 @@ def is_finite(x: torch.Tensor) -> bool:
     """Whether all values are; in one pass and without temporaries, 40 times faster than `isfinite().all()` in bf16."""
     # One NaN makes both bounds NaN
     return all(math.isfinite(bound) for bound in torch.aminmax(x))
+
+
+def check_space(writers: Sequence[FeatureWriter]) -> None:
+    """Raises `OSError` where what the splits of a folder still have to write does not fit on its disk."""
+    num_bytes = sum(writer.num_bytes - writer.head_bytes for writer in writers) + writers[0].head_bytes
+    # The folder may not exist yet: its nearest existing parent is on the same disk
+    if num_bytes > shutil.disk_usage(_existing(writers[0].root)).free:
+        estimates = "; ".join(writer.estimate() for writer in writers)
+        raise OSError(
+            errno.ENOSPC,
+            f"the features do not fit. {estimates}. Use a larger disk for features_dir, fewer rows, a smaller "
+            "max_length, or `features: online`, which needs no disk",
+        )
 
 
 def _check_writable(root: Path, folder: Path) -> None:

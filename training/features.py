@@ -32,7 +32,7 @@ from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
 from .data import hash_data, hash_tokenizer, load_recipe_data
-from .feature_store import FeatureWriter, OfflineFeatures, open_shard
+from .feature_store import FeatureWriter, OfflineFeatures, check_space, open_shard
 from .init import drafter_config
 from .target import OnlineFeatures
 from .vllm_features import adopt_shards, check_source, read_head, write_plan
@@ -209,12 +209,24 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _make_writers(
+    recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict
+) -> dict[str, FeatureWriter]:
+    """A writer for each split. Raises `OSError` where they do not fit on the disk together."""
+    writers = {
+        split: FeatureWriter(recipe.features_dir, settings, config, lengths=rows["length"], split=split)
+        for split, (rows, settings) in splits.items()
+    }
+    check_space([*writers.values()])
+    return writers
+
+
 def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict) -> None:
-    folder, writers = recipe.features_dir, {}
-    for split, (rows, settings) in splits.items():
-        writers[split] = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
-        # For every split before the target is loaded, so that a refusal comes in seconds
-        print(writers[split].estimate())
+    folder = recipe.features_dir
+    # For every split before the target is loaded, so that a refusal comes in seconds
+    writers = _make_writers(recipe, config, splits)
+    for writer in writers.values():
+        print(writer.estimate())
     # The same command again must not load a target of hundreds of gigabytes for nothing
     if not all(writer.is_complete for writer in writers.values()):
         # On several devices, a target that none of them holds alone is spread over all
@@ -231,12 +243,11 @@ def _plan_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, s
     check_source(config)
     checkpoint = TargetCheckpoint(recipe.target, recipe.target_revision)
     folder, head, missing = recipe.features_dir, read_head(checkpoint, recipe.target_dtype), 0
-    for split, (rows, settings) in splits.items():
-        writer = FeatureWriter(folder, settings, config, lengths=rows["length"], split=split)
+    for split, writer in _make_writers(recipe, config, splits).items():
         writer.start(head)
         # What vLLM wrote since the last call comes before the plan, which has only the rest
         adopted = adopt_shards(writer)
-        file = write_plan(writer, rows, head, checkpoint.name)
+        file = write_plan(writer, splits[split][0], head, checkpoint.name)
         print(f"{file}: {adopted} shards added, {len(writer.missing)} of {len(writer.shards)} still to write")
         missing += len(writer.missing)
     if missing:
