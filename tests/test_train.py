@@ -31,7 +31,7 @@ from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
-from hyperdflash.training import run_folder, train
+from hyperdflash.training import init, run_folder, train
 from hyperdflash.training.arguments import RecipeError, load_recipe
 from hyperdflash.training.init import init_drafter
 from hyperdflash.training.run_folder import list_checkpoints, read_state
@@ -411,6 +411,15 @@ def test_the_best_of_a_divergence_is_the_smallest(world, metric, greater):
     """transformers takes every figure but a loss for one of which more is better."""
     recipe = world.write_recipe(world.folder / "metric.yaml")
     assert load_recipe(recipe, [f"metric_for_best_model={metric}"]).greater_is_better is greater
+
+
+def test_a_mask_token_that_is_an_ordinary_word_is_said(hd, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(init.logger, "warning", warnings.append)
+    assert hd("max_steps=1", "--dry-run").status == 0
+    assert warnings == []
+    assert hd("max_steps=1", "--dry-run", drafter=DRAFTER | {"mask_token_id": 300}).status == 0
+    assert [line for line in warnings if line.startswith("mask_token_id 300 is ")]
 
 
 def test_a_mistake_in_the_drafter_shows_before_data_is_read(hd, world):

@@ -144,14 +144,18 @@ def check_useful(config: HyperDFlashConfig, given: dict) -> None:
             raise ValueError(f"{name}={given[name]} needs {other}={value}, and {other} is {getattr(config, other)}")
 
 
-def warn_of_ordinary_token(checkpoint: TargetCheckpoint, token_id: int) -> None:
-    """Warn of a mask token that is an ordinary word of the target's, if its tokenizer can be read."""
+def read_vocabulary(checkpoint: TargetCheckpoint) -> tuple[set[int], dict[int, str]]:
+    """Ids of the target's added tokens, and its words by id; empty where its tokenizer cannot be read."""
     try:
         tokenizer = json.loads(checkpoint.file("tokenizer.json").read_text(encoding="utf-8"))
         added = {token["id"] for token in tokenizer["added_tokens"]}
-        words = {index: word for word, index in tokenizer["model"]["vocab"].items()}
+        return added, {index: word for word, index in tokenizer["model"]["vocab"].items()}
     except (OSError, ValueError, KeyError, AttributeError):  # no such file, or not one that transformers wrote
-        return
+        return set(), {}
+
+
+def warn_of_ordinary_token(token_id: int, added: set[int], words: dict[int, str]) -> None:
+    """Warn of a mask token that is an ordinary word of the target's; arguments as from `read_vocabulary`."""
     if added and token_id not in added and token_id in words:
         logger.warning(
             f"mask_token_id {token_id} is {words[token_id]!r}, an ordinary token of the target's texts: a special or "
@@ -184,7 +188,7 @@ def init_drafter(
     checkpoint = TargetCheckpoint(target, revision)
     # Before any tensor is read, which from the Hub is a download
     config = drafter_config(checkpoint.config, has_hc_head=checkpoint.has_hc_head, **options)
-    warn_of_ordinary_token(checkpoint, config.mask_token_id)
+    warn_of_ordinary_token(config.mask_token_id, *read_vocabulary(checkpoint))
     tensors = read_identity(checkpoint)
     config.target_name_or_path, config.target_revision = checkpoint.name, checkpoint.revision
     model = new_drafter(config, tensors, seed)

@@ -36,7 +36,7 @@ from .dry_run import count_parameters, print_plan, print_profile, steps_of
 from .export import export_drafter
 from .feature_store import OfflineFeatures
 from .features import feature_settings, read_drafter_config
-from .init import new_drafter
+from .init import new_drafter, warn_of_ordinary_token
 from .metrics import figure_names
 from .model_card import check_matplotlib
 from .run_folder import (
@@ -169,6 +169,9 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     # Cheap checks first: encoding the data takes minutes, loading the target longer
     check_settings(args, config)
     tokenizer = load_tokenizer(args.target, args.target_revision)
+    if not init_from:
+        words = {index: word for word, index in tokenizer.get_vocab().items()}
+        warn_of_ordinary_token(config.mask_token_id, set(tokenizer.get_added_vocab().values()), words)
     train_rows, report = load_rows(args, args.train_data, tokenizer)
     eval_rows, eval_files = None, []
     if args.eval_data:
