@@ -75,7 +75,9 @@ closure:  ## copy the code that the Hub loads into the example drafters
 tiny: $(STAMP)  ## rebuild the tiny world from nothing: hours, resumable
 	$(MAKE) tiny-corpus
 	$(BIN)/python $(TINY)/tokenizer.py
-	$(TRAIN) $(TINY)/train_target.py
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/train_target.py
+	$(BIN)/python $(TINY)/prompts.py
+	OMP_NUM_THREADS=1 $(TRAIN) $(TINY)/post_train.py
 	$(MAKE) tiny-texts
 	$(MAKE) tiny-drafter
 
