@@ -67,12 +67,13 @@ def start_hyper_connections(*models: nn.Module) -> None:
     depends on the token to training.
 
     Here: mixing logits 0 on the diagonal and -6 off it, the same matrix as `6 I - 3` (diagonal 0.993); sub-layer s
-    reads path s mod m with logit +1.5 and writes path (s + 1) mod m with +1.5, the others with -1.5; scales 0.1.
+    reads path s mod m with logit +3 and writes path (s + 1) mod m with +3, the others with -3; scales 0.1. With +-1.5
+    24 sub-layers write enough to every path to make them alike (energy outside their mean 0.14 after 500 steps).
     """
     modules = [m for model in models for m in model.modules() if isinstance(m, DeepseekV4HyperConnection)]
     for sublayer, module in enumerate(modules):
         m = module.hc_mult
         paths = torch.eye(m)
-        read, write = 3 * paths[sublayer % m] - 1.5, 3 * paths[(sublayer + 1) % m] - 1.5
+        read, write = 6 * paths[sublayer % m] - 3, 6 * paths[(sublayer + 1) % m] - 3
         module.base.copy_(torch.cat([read, write, (6 * paths - 6).flatten()]))
         module.scale.fill_(0.1)
