@@ -82,8 +82,8 @@ def fast_hyper_connections() -> None:
 
 
 def bf16_is_faster(step: Callable[[], object], tries: int = 2) -> bool:
-    """Whether `step` (forward and backward) costs less CPU time under bf16 autocast; each is timed `tries` times after
-    one that is not counted. Its gradients are the caller's to clear."""
+    """Whether `step` (forward and backward) costs at least a tenth less CPU time under bf16 autocast; each is timed
+    `tries` times after one that is not counted. Its gradients are the caller's to clear."""
     times = {}
     for enabled in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
@@ -95,4 +95,4 @@ def bf16_is_faster(step: Callable[[], object], tries: int = 2) -> bool:
                 taken.append(time.process_time() - start)
         times[enabled] = min(taken)
     print(f"a step takes {times[False]:.2f} CPU s in fp32, {times[True]:.2f} s under bf16 autocast", flush=True)
-    return times[True] < times[False]
+    return times[True] < 0.9 * times[False]  # a tie must not change with the moment

@@ -7,7 +7,7 @@ built model has all zero; `start_hyper_connections` gives the residual paths a s
 import torch
 from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
 
 VOCAB_SIZE = 4096
 
@@ -63,17 +63,24 @@ def start_hyper_connections(*models: nn.Module) -> None:
     transformers starts all bases at 0: mixing is uniform, every sub-layer (attention or MLP) reads and writes the mean
     of the paths, and training never leaves that. Published starts keep each path and rotate the one in use: mixing
     logits `6 I - 3` (mHC in PaddleFleet) or `8 I - 8` (mhc-lite, KromHC); reads of one home path per sub-layer,
-    attention and MLP counted apart (PaddleFleet, mhc_lab); writes to one (mhc-lite). Small scales leave the part that
-    depends on the token to training.
+    attention and MLP counted apart, with logits +3 and -3 (PaddleFleet); writes to one (mhc-lite). Small scales leave
+    the part that depends on the token to training.
 
     Here: mixing logits 0 on the diagonal and -6 off it, the same matrix as `6 I - 3` (diagonal 0.993); sub-layer s
     reads path s mod m with logit +3 and writes path (s + 1) mod m with +3, the others with -3; scales 0.1. With +-1.5
-    24 sub-layers write enough to every path to make them alike (energy outside their mean 0.14 after 500 steps).
+    24 sub-layers write so much to every path that they grow alike (energy outside their mean 0.14 after 500 steps).
+    `hc_head`, for which no source gives a start, reads as one more sub-layer would; its scale stays 1.
     """
-    modules = [m for model in models for m in model.modules() if isinstance(m, DeepseekV4HyperConnection)]
-    for sublayer, module in enumerate(modules):
-        m = module.hc_mult
-        paths = torch.eye(m)
-        read, write = 6 * paths[sublayer % m] - 3, 6 * paths[(sublayer + 1) % m] - 3
-        module.base.copy_(torch.cat([read, write, (6 * paths - 6).flatten()]))
-        module.scale.fill_(0.1)
+    sublayer = 0
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, DeepseekV4HyperConnection):
+                paths = 6 * torch.eye(module.hc_mult)
+                read, write = paths[sublayer % len(paths)] - 3, paths[(sublayer + 1) % len(paths)] - 3
+                module.base.copy_(torch.cat([read, write, (paths - 6).flatten()]))
+                module.scale.fill_(0.1)
+                sublayer += 1
+        for module in model.modules():
+            if isinstance(module, DeepseekV4HyperHead):
+                paths = 6 * torch.eye(module.hc_mult)
+                module.hc_base.copy_(paths[sublayer % len(paths)] - 3)
