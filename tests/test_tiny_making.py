@@ -81,11 +81,12 @@ def test_repeated_counts_the_4_grams_that_came_before():
     assert criteria.repeated([1, 2]) == 0
 
 
-def test_post_training_learns_all_answers_of_a_conversation_once_and_none_that_repeat(tmp_path):
+def test_post_training_learns_all_answers_of_a_conversation_once_and_none_that_repeat_or_were_cut(tmp_path):
     rows = [
-        {"source": "a:1#1", "input_ids": [9, 8, 1, 2], "loss_mask": [0, 0, 1, 1]},
-        {"source": "a:1#2", "input_ids": [9, 8, 1, 2, 7, 3], "loss_mask": [0, 0, 0, 0, 0, 1]},
-        {"source": "a:2#1", "input_ids": [9] + [1, 2] * 8, "loss_mask": [0] + [1] * 16},
+        {"source": "a:1#1", "input_ids": [9, 8, 1, 2], "loss_mask": [0, 0, 1, 1], "finish_reason": "stop"},
+        {"source": "a:1#2", "input_ids": [9, 8, 1, 2, 7, 3], "loss_mask": [0, 0, 0, 0, 0, 1], "finish_reason": "stop"},
+        {"source": "a:2#1", "input_ids": [9] + [1, 2] * 8, "loss_mask": [0] + [1] * 16, "finish_reason": "stop"},
+        {"source": "a:3#1", "input_ids": [9, 8, 1, 2], "loss_mask": [0, 0, 1, 1], "finish_reason": "length"},
     ]
     file = tmp_path / "answers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

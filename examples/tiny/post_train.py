@@ -4,8 +4,9 @@
 
 This is what instruction tuning and reinforcement learning do to real models: half of a reasoning model's tokens have
 under 0.01 nats (arXiv 2506.01939), where a freshly pretrained tiny one has two and more. A round answers training
-prompts at `TEMPERATURE` (`hyperdflash data regenerate`), leaves out answers that repeat themselves, trains target and
-MTP module on the others, and measures `criteria.py`; rounds go on until the criteria hold, at most `--rounds` of them.
+prompts at `TEMPERATURE` (`hyperdflash data regenerate`), leaves out answers that repeat themselves or do not end,
+trains target and MTP module on the others, and measures `criteria.py`; rounds go on until the criteria hold, at most
+`--rounds` of them. At a much lower temperature a weak model writes loops, and the few answers left teach it nothing.
 `build/post/round-N/` keeps a round's answers, checkpoint and report. The last round's target goes to `--target`,
 with `target_report.json`: its criteria, those of every round, and the held-out perplexity before post-training.
 """
@@ -31,7 +32,7 @@ from hyperdflash.training.files import write_atomically
 from hyperdflash.training.regenerate import regenerate
 
 HERE = Path(__file__).resolve().parent
-TEMPERATURE = 0.6
+TEMPERATURE = 0.7
 MOST_REPEATED = 0.25  # of the 4-grams of an answer; 1.3% of the training answers have more
 
 
@@ -50,7 +51,8 @@ def answer_prompts(folder: Path, out: Path, prompts: Path, number: int, per_doma
 
 
 def read_answers(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and mask of every conversation, all its answers in the loss; without those that repeat themselves.
+    """Ids and mask of every conversation, all its answers in the loss; without those with an answer that repeats
+    itself or was cut by the limit.
 
     A line is one answer and begins with the conversation before it, so the longest line of a conversation holds all.
     """
@@ -59,6 +61,7 @@ def read_answers(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         row = json.loads(line)
         ids, mask = row["input_ids"], np.array(row["loss_mask"], dtype=bool)
         worst = repeated([i for i, kept in zip(ids, mask, strict=True) if kept])
+        worst = worst if row["finish_reason"] == "stop" else 1.0
         source = row["source"].rpartition("#")[0]
         if source in found:
             mask[: len(found[source][1])] |= found[source][1]
