@@ -5,8 +5,10 @@
 This is what instruction tuning and reinforcement learning do to real models: half of a reasoning model's tokens have
 under 0.01 nats (arXiv 2506.01939), where a freshly pretrained tiny one has two and more. A round answers training
 prompts at `TEMPERATURE` (`hyperdflash data regenerate`), leaves out answers that repeat themselves or do not end,
-trains target and MTP module on the others, and measures `criteria.py`; rounds go on until the criteria hold, at most
-`--rounds` of them. At a much lower temperature a weak model writes loops, and the few answers left teach it nothing.
+trains target and MTP module on the others and on original answers to the same prompts, and measures `criteria.py`;
+rounds go on until the criteria hold, at most `--rounds` of them. Without original answers the text decays from round
+to round: code, of which a weak model writes mostly loops, more than the rest.
+
 `build/post/round-N/` keeps a round's answers, checkpoint and report. The last round's target goes to `--target`,
 with `target_report.json`: its criteria, those of every round, and the held-out perplexity before post-training.
 """
@@ -16,6 +18,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,7 @@ from train_target import TargetWithMTP, load, save
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from hyperdflash import encode_with_mask
 from hyperdflash.training.answers import Sampling, TargetWriter
 from hyperdflash.training.files import write_atomically
 from hyperdflash.training.regenerate import regenerate
@@ -72,6 +76,13 @@ def read_answers(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             yield np.array(ids[:MAX_LENGTH]), mask[:MAX_LENGTH]
 
 
+def read_originals(file: Path, tokenizer, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids and mask of the file's first `count` conversations with the answers that people or programs wrote."""
+    for line in islice(file.open(encoding="utf-8"), count):
+        ids, mask = encode_with_mask(json.loads(line)["messages"], tokenizer)
+        yield np.array(ids[:MAX_LENGTH]), np.array(mask[:MAX_LENGTH], dtype=bool)
+
+
 def make_batches(rows: list[tuple[np.ndarray, np.ndarray]], tokens_per_batch: int, seed: int) -> list[list]:
     """Batches of rows of similar length, at most `tokens_per_batch` padded tokens each, in a seeded order."""
     rng = np.random.default_rng(seed)
@@ -97,9 +108,13 @@ def pad(batch: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[s
     return {"input_ids": input_ids, "labels": labels}
 
 
-def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int, pad_token_id: int) -> dict:
-    """One pass over the round's answers, whose loss is that of answers only."""
-    rows = [row for domain in DOMAINS for row in read_answers(out / f"answers-{domain}.jsonl")]
+def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int, tokenizer) -> dict:
+    """One pass over the round's answers and `args.original` times as many original ones; only answers are learnt."""
+    rows, pad_token_id = [], tokenizer.pad_token_id
+    for domain in DOMAINS:
+        answers = list(read_answers(out / f"answers-{domain}.jsonl"))
+        count = round(args.original * len(answers))
+        rows += [*answers, *read_originals(out / f"prompts-{domain}.jsonl", tokenizer, count)]
     batches = make_batches(rows, args.tokens_per_batch, seed=number)
     bf16 = bf16_is_faster(lambda: model(**pad(batches[0], pad_token_id))["loss"].backward())
     model.zero_grad()
@@ -151,7 +166,7 @@ def run_round(number: int, before: Path, out: Path, model: TargetWithMTP, args: 
     answer_prompts(before, out, args.build / "prompts", number, args.answers, args.temperature)
     answered = time.time()
     load(model, before)
-    training = train(model, out, args, number, tokenizer.pad_token_id)
+    training = train(model, out, args, number, tokenizer)
     save(model, out / "target")
     tokenizer.save_pretrained(out / "target")
     trained = time.time()
@@ -171,6 +186,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=400, help="per domain and round")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--temperature", type=float, default=TEMPERATURE)
+    parser.add_argument("--original", type=float, default=0.5, help="original answers for each of the target's own")
     parser.add_argument("--tokens-per-batch", type=int, default=2048)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
