@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny_v4 import random_ids, tiny_target
 from torch.nn import functional as F
+from transformers import TrainingArguments
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from hyperdflash.generation.demo import TINY
@@ -17,6 +18,7 @@ import criteria  # noqa: E402
 import post_train  # noqa: E402
 import speed  # noqa: E402
 from target import start_hyper_connections  # noqa: E402
+from train_target import TargetTrainer  # noqa: E402
 
 
 def energy_outside_mean(target) -> float:
@@ -39,6 +41,14 @@ def test_sublayers_read_and_write_the_paths_in_turn():
     reads, writes = ([module.base[first : first + m].argmax() for module in modules] for first in (0, m))
     assert reads == [s % m for s in range(len(modules))]
     assert writes == [(s + 1) % m for s in range(len(modules))]
+
+
+def test_the_start_of_hyper_connections_does_not_decay(tmp_path):
+    target = tiny_target(hc_mult=4)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    names = TargetTrainer(model=target, args=args).get_decay_parameter_names(target)
+    assert "model.layers.0.self_attn.q_a_proj.weight" in names
+    assert not [name for name in names if "_hc." in name or "hc_head" in name]
 
 
 def test_fast_hyper_connections_compute_what_the_library_does():

@@ -26,8 +26,8 @@ import torch
 from criteria import LIMITS, NEW_TOKENS, measure, repeated
 from data import DOMAINS, MAX_LENGTH
 from speed import bf16_is_faster, fast_hyper_connections
-from train_target import TargetWithMTP, load, save
-from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
+from train_target import TargetTrainer, TargetWithMTP, load, save
+from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from hyperdflash import encode_with_mask
@@ -118,7 +118,7 @@ def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int
     batches = make_batches(rows, args.tokens_per_batch, seed=number)
     bf16 = bf16_is_faster(lambda: model(**pad(batches[0], pad_token_id))["loss"].backward())
     model.zero_grad()
-    trainer = Trainer(
+    trainer = TargetTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(out / "training"),
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--temperature", type=float, default=TEMPERATURE)
     parser.add_argument("--original", type=float, default=0.5, help="original answers for each of the target's own")
-    parser.add_argument("--tokens-per-batch", type=int, default=2048)
+    parser.add_argument("--tokens-per-batch", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     args = parser.parse_args()
 
