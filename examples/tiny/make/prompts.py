@@ -1,11 +1,11 @@
-"""Conversations whose answers the tiny target will write anew: what its drafter is trained on.
+"""Conversations whose answers the tiny target will write anew: what it is post-trained on, and its drafter trained.
 
     python examples/tiny/make/prompts.py        # then `hyperdflash data regenerate`, see `make tiny-texts`
 
-Of every domain 5,000 training documents, three of five for greedy answers and two for sampled ones, and 40 others for
-the evaluations during training: `build/prompts/{greedy,sampled,valid}-{domain}.jsonl`. And 40 held-out documents up to
-one of their answers, which nothing is trained or chosen on: `build/prompts/heldout/{domain}.jsonl`, for `hyperdflash
-benchmark --prompts`.
+Of every domain 5,000 training documents for the drafter, three of five for greedy answers and two for sampled ones,
+40 others for the evaluations during training, and 3,000 others for `post_train.py`:
+`build/prompts/{greedy,sampled,valid,post}-{domain}.jsonl`. And 40 held-out documents up to one of their answers, which
+nothing is trained or chosen on: `build/prompts/heldout/{domain}.jsonl`, for `hyperdflash benchmark --prompts`.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from hyperdflash import encode_with_mask
 
 TINY = Path(__file__).resolve().parents[1]
-SIZES = {"greedy": 3000, "sampled": 2000, "valid": 40}
+SIZES = {"greedy": 3000, "sampled": 2000, "valid": 40, "post": 3000}
 
 
 HELD_OUT = 40

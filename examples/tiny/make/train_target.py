@@ -1,21 +1,23 @@
-"""Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on one CPU core (about an hour).
+"""Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on one CPU core (about three hours).
 
-    python examples/tiny/make/train_target.py --steps 1700     # resumes from examples/tiny/build/target if it exists
+    python examples/tiny/make/train_target.py                          # resumes from examples/tiny/build/pretraining
 
-Writes `examples/tiny/target/` (bf16 safetensors with `mtp.0.*` in the same file) and `target_report.json` beside it:
-held-out perplexity of every domain, and the MTP module's accuracy on the token after the next.
+Writes `build/pretrained/` (bf16 safetensors with `mtp.0.*` in the same file) and `target_report.json` in it: held-out
+perplexity of every domain, and the MTP module's accuracy on the token after the next. `post_train.py` goes on from
+there.
 """
 
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from batching import DOMAINS, load_documents, make_batches, pad
 from safetensors.torch import load_file, save_file
-from target_config import config, fill_hash_tables
+from speed import bf16_is_faster, fast_hyper_connections, head_loss
+from target_config import config, fill_hash_tables, start_hyper_connections
 from torch import nn
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM, Trainer, TrainingArguments, set_seed
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import load_balancing_loss_func
@@ -37,6 +39,7 @@ class TargetWithMTP(nn.Module):
         self.target = DeepseekV4ForCausalLM(self.config)
         fill_hash_tables(self.target)
         self.mtp = DeepseekV4MTP(self.config)
+        start_hyper_connections(self.target, self.mtp)
 
     def forward(self, input_ids, labels):
         residual = None
@@ -50,11 +53,11 @@ class TargetWithMTP(nn.Module):
             out = self.target.model(input_ids, use_cache=False, output_router_logits=True)
         finally:
             handle.remove()
-        loss, _ = self.head_loss(out.last_hidden_state[:, :-1], labels[:, 1:])
+        loss, _ = head_loss(out.last_hidden_state[:, :-1], self.target.lm_head.weight, labels[:, 1:])
         # The module at position t sees the residual of t and the token t + 1, and predicts t + 2.
         next_ids = input_ids[:, 1:-1]
         hidden, _ = self.mtp(self.target.model.embed_tokens(next_ids), residual[:, :-2], next_ids)
-        mtp_loss, mtp_accuracy = self.head_loss(hidden, labels[:, 2:])
+        mtp_loss, mtp_accuracy = head_loss(hidden, self.target.lm_head.weight, labels[:, 2:])
         balance = load_balancing_loss_func(out.router_logits, self.config.n_routed_experts, 2)
         total = loss + MTP_WEIGHT * mtp_loss + BALANCE_WEIGHT * balance
         return {
@@ -64,11 +67,12 @@ class TargetWithMTP(nn.Module):
             "mtp_accuracy": mtp_accuracy,
         }
 
-    def head_loss(self, hidden, labels):
-        keep = labels.flatten() != -100
-        logits, labels = self.target.lm_head(hidden.flatten(0, 1)[keep]), labels.flatten()[keep]
-        accuracy = (logits.detach().argmax(-1) == labels).float().mean()
-        return F.cross_entropy(logits.float(), labels), accuracy
+
+class TargetTrainer(Trainer):
+    """Without weight decay on hyper-connections: over a long run it would take their start back, towards base 0."""
+
+    def get_decay_parameter_names(self, model) -> list[str]:
+        return [name for name in super().get_decay_parameter_names(model) if "hc" not in re.split(r"[._]", name)]
 
 
 @torch.no_grad()
@@ -121,26 +125,29 @@ def load(model: TargetWithMTP, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=TINY / "build")
-    parser.add_argument("--target", type=Path, default=TINY / "target")
-    parser.add_argument("--steps", type=int, default=1700)
-    parser.add_argument("--tokens-per-batch", type=int, default=3072)
-    parser.add_argument("--learning-rate", type=float, default=3e-3)
+    parser.add_argument("--tokenizer", type=Path, default=TINY / "target")
+    parser.add_argument("--steps", type=int, default=7900)
+    parser.add_argument("--tokens-per-batch", type=int, default=1024)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     set_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    fast_hyper_connections()
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     documents = [doc for domain in DOMAINS for doc in load_documents(args.build, "train", domain)]
     batches = make_batches(documents, args.tokens_per_batch, seed=0)
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens, {len(batches)} batches")
     model = TargetWithMTP(len(tokenizer))
-    out = args.build / "target"
-    trainer = Trainer(
+    out, folder = args.build / "pretraining", args.build / "pretrained"
+    bf16 = bf16_is_faster(lambda: model(**pad(batches[0], tokenizer.pad_token_id))["loss"].backward())
+    model.zero_grad()
+    trainer = TargetTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(out),
             use_cpu=True,
-            bf16=True,
+            bf16=bf16,
             max_steps=args.steps,
             per_device_train_batch_size=1,
             learning_rate=args.learning_rate,
@@ -150,8 +157,8 @@ def main() -> None:
             lr_scheduler_kwargs={"min_lr_rate": 0.05},
             warmup_steps=100,
             max_grad_norm=1.0,
-            logging_steps=20,
-            save_steps=200,
+            logging_steps=10,
+            save_steps=100,
             save_total_limit=1,
             remove_unused_columns=False,
             dataloader_num_workers=0,
@@ -161,8 +168,9 @@ def main() -> None:
         data_collator=lambda items: pad(items[0], tokenizer.pad_token_id),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
-    save(model, args.target)
-    load(model, args.target)
+    save(model, folder)
+    tokenizer.save_pretrained(folder)
+    load(model, folder)
     report = evaluate(model, args.build, tokenizer.pad_token_id)
     seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch
     report["training"] = {
@@ -170,7 +178,7 @@ def main() -> None:
         "tokens": int(seen),
         "parameters": sum(p.numel() for p in model.parameters()),
     }
-    (args.target / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
+    (folder / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report, indent=2))
 
 
