@@ -277,6 +277,17 @@ def test_a_misspelt_word_is_a_usage_error_that_names_the_nearest(argv, message, 
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["preview", "no.jsonl", "--tokenizer", TARGET], ["regenerate", "no.jsonl", "--target", TARGET, "--output", "x"]],
+    ids=lambda argv: argv[0],
+)
+def test_an_error_of_a_data_command_begins_with_both_words(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", *argv]) != 0
+    assert capsys.readouterr().err.startswith(f"hyperdflash data {argv[0]}: ")
+
+
 def test_a_value_may_look_like_an_option(never_loaded, capsys):
     for value in (["--prompt", "--no space before this"], ["--prompt=--help"]):
         assert main(["generate", "no/such/model", *value]) == 1  # it got as far as the model
