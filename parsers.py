@@ -144,8 +144,8 @@ def _check(commands) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='JSONL with {"prompt"}, {"turns"} or {"messages"} (default: built-in prompts); answers in it are judged '
-        "beside the target's own",
+        help="data file whose rows have a prompt, turns or messages, e.g. .jsonl, .jsonl.gz or .parquet (default: "
+        "built-in prompts); answers in it are judged as well as the target's own",
     )
     parser.add_argument("--num-prompts", type=at_least(1), default=NUM_BUILT_IN_PROMPTS, help="the first so many")
     parser.add_argument(
@@ -186,7 +186,7 @@ def _benchmark(commands) -> None:
         metavar="SET",
         help=f"public sets from the Hub, or SET@revision: {', '.join(PUBLIC_SETS)}",
     )
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines of prompts")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="data files of prompts")
     parser.add_argument("--num-prompts", type=at_least(1), help="of each set, after a seeded shuffle (default: all)")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["non-thinking"], help="of the chat encoding")
     add_effort(parser)
