@@ -142,7 +142,7 @@ def read_file(path: Path) -> PromptSet:
             for turn in turns:
                 encode_messages([*history, {"role": "user", "content": turn}])
         except ValueError as error:
-            raise ValueError(f"{source} is no prompt: {error}") from error
+            raise ValueError(f"{source} is not a prompt: {error}") from error
         prompts.append(Prompt(index, tuple(turns), tuple(history)))
     return PromptSet(set_name(path), prompts)
 

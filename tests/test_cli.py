@@ -150,7 +150,7 @@ def never_loaded(monkeypatch):
         (["--prompt", "x", "--device-map", "meta"], "device_map 'meta': torch finds"),
         (["--prompt", "x", "--target-revision", "main"], "revision='main' belongs to a Hub id"),
         (["--prompt", "x", "--drafter-revision", "main"], "revision='main' belongs to a Hub id"),
-        (["--prompt", "x", "--raw", "--mode", "thinking"], "--raw leaves out the chat encoding"),
+        (["--prompt", "x", "--raw", "--mode", "thinking"], "chat encoding, which --raw leaves out"),
         (["--prompt", "x", "--trace", "x.json"], "ends in .html, not x.json"),
         (["--prompt", "x", "surplus"], "unrecognized arguments: surplus"),
     ],

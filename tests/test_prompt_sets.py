@@ -99,9 +99,9 @@ def test_the_first_prompts_of_a_shuffle_that_is_always_the_same(tmp_path):
         ([1], "JSON object"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_named_by_its_line(tmp_path, row, message):
+def test_a_row_that_is_not_a_prompt_is_named_by_its_line(tmp_path, row, message):
     path = write(tmp_path / "mine.jsonl", [{"prompt": "fine"}, row])
-    with pytest.raises(ValueError, match=rf"mine\.jsonl:2 is no prompt: .*{message}"):
+    with pytest.raises(ValueError, match=rf"mine\.jsonl:2 is not a prompt: .*{message}"):
         read_file(path)
 
 
