@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     name = "hyperdflash"
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        name = f"hyperdflash {args.command}"
+        name = " ".join(filter(None, (name, args.command, getattr(args, "data_command", None))))
         # Torch and transformers are imported from here on, inside the `try`: Ctrl-C during it is not a traceback
         return _run(args)
     except UsageError as error:

@@ -108,7 +108,7 @@ def _check_generate(args: argparse.Namespace) -> None:
     if args.prompt is not None and not args.prompt.strip():
         raise UsageError("the prompt is empty")
     if args.raw and (args.mode, args.effort, args.generation) != ("non-thinking", None, "preview"):
-        raise UsageError("--raw leaves out the chat encoding, which --mode, --effort and --generation are of")
+        raise UsageError("--mode, --effort and --generation belong to the chat encoding, which --raw leaves out")
     if args.trace is not None and not args.trace.is_dir() and args.trace.suffix not in (".html", ".htm"):
         raise UsageError(f"--trace writes an HTML page: name a file that ends in .html, not {args.trace}")
     check_effort(args, [args.mode])
@@ -127,7 +127,7 @@ def _init(commands) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a Hub id (default: main)")
     for name, flag in DRAFTER_OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", default=None, **flag)
-    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the new weights")
     parser.set_defaults(run="training.init")
 
 
@@ -144,10 +144,12 @@ def _check(commands) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help='JSONL with {"prompt"}, {"turns"} or {"messages"} (default: built-in prompts); answers in it are judged '
-        "beside the target's own",
+        help="data file whose rows have a prompt, turns or messages, e.g. .jsonl, .jsonl.gz or .parquet (default: "
+        "built-in prompts); answers in it are judged as well as the target's own",
     )
-    parser.add_argument("--num-prompts", type=at_least(1), default=NUM_BUILT_IN_PROMPTS, help="the first so many")
+    parser.add_argument(
+        "--num-prompts", type=at_least(1), default=NUM_BUILT_IN_PROMPTS, help="how many prompts to use, from the start"
+    )
     parser.add_argument(
         "--max-new-tokens", type=at_least(1), default=64, help="the longest answer that the target writes to a prompt"
     )
@@ -186,13 +188,19 @@ def _benchmark(commands) -> None:
         metavar="SET",
         help=f"public sets from the Hub, or SET@revision: {', '.join(PUBLIC_SETS)}",
     )
-    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="JSON lines of prompts")
-    parser.add_argument("--num-prompts", type=at_least(1), help="of each set, after a seeded shuffle (default: all)")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["non-thinking"], help="of the chat encoding")
+    parser.add_argument("--prompts", nargs="+", type=Path, default=[], metavar="FILE", help="data files of prompts")
+    parser.add_argument(
+        "--num-prompts",
+        type=at_least(1),
+        help="how many prompts of each set to use, after a seeded shuffle (default: all)",
+    )
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["non-thinking"], help="modes of the chat encoding"
+    )
     add_effort(parser)
     parser.add_argument("--temperatures", nargs="+", type=temperature, default=[0.0], metavar="T", help="0 is greedy")
     parser.add_argument(
-        "--seeds", nargs="+", type=int, default=[0], metavar="S", help="of sampling; greedy needs none"
+        "--seeds", nargs="+", type=int, default=[0], metavar="S", help="random seeds for sampling; greedy needs none"
     )
     parser.add_argument("--max-new-tokens", type=at_least(1), default=256, help="the longest answer")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for records and results")
@@ -234,7 +242,7 @@ def _preview(commands) -> None:
     parser.add_argument("files", nargs="+", metavar="FILE", help="data file, glob, or Hub data set")
     parser.add_argument("--tokenizer", required=True, help="folder or Hub id of the target")
     add_encoding(parser, row_wins=True)
-    parser.add_argument("--max-length", type=at_least(3), default=3072, help="in tokens")
+    parser.add_argument("--max-length", type=at_least(3), default=3072, help="tokens of a row; longer ones are cut")
     parser.add_argument("--num-samples", type=at_least(1), default=3, help="how many rows to show")
     parser.set_defaults(run="training.preview")
 
@@ -266,7 +274,7 @@ def _regenerate(commands) -> None:
     there = parser.add_argument_group("with --server")
     there.add_argument("--model", help="the name that the server has for the target")
     there.add_argument("--concurrency", type=at_least(1), help="requests at the same time (default: 32)")
-    there.add_argument("--retries", type=at_least(0), help="further tries of a request (default: 5)")
+    there.add_argument("--retries", type=at_least(0), help="retries of a failed request (default: 5)")
     there.add_argument("--timeout", type=float, help="seconds to wait for an answer (default: 600)")
     there.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the server's key")
     parser.set_defaults(run="training.regenerate")
@@ -276,7 +284,7 @@ def _check_regenerate(args: argparse.Namespace) -> None:
     for name in _TARGET_OPTIONS if args.server else _SERVER_OPTIONS:
         if getattr(args, name) is not None:
             option = "--" + name.replace("_", "-")
-            raise UsageError(f"{option} goes with {'--target' if args.server else '--server'}")
+            raise UsageError(f"{option} needs {'--target' if args.server else '--server'}")
     if args.server and not (args.model and args.tokenizer):
         raise UsageError("--server needs --model, its name there, and --tokenizer, a folder or Hub id")
     check_effort(args, ["thinking"])  # a row can be

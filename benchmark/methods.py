@@ -102,7 +102,7 @@ def parse_methods(texts: list[str]) -> list[Method]:
     places = [(name, number, tuple(map(_resolved, checkpoints))) for name, number, checkpoints in parsed]
     for (name, number, checkpoints), found in zip(parsed, places, strict=True):
         if places.count(found) > 1 or len(set(found[2])) < len(checkpoints):
-            raise UsageError(f"--methods has {_text(name, number, checkpoints)} or one of its checkpoints twice")
+            raise UsageError(f"--methods lists {_text(name, number, checkpoints)} or one of its checkpoints twice")
     labels = checkpoint_labels([checkpoint for *_, checkpoints in parsed for checkpoint in checkpoints])
     methods = []
     for name, number, checkpoints in parsed:

@@ -4,7 +4,8 @@
     for prompt in sets[0].select(20):       # the first 20 after a seeded shuffle
         prompt.history, prompt.turns
 
-A file has one JSON object per line, and the set is named after it:
+A file is JSON lines (also packed, `.jsonl.gz`), `.json`, `.csv`, `.parquet` or `.arrow`, and the set is named after
+it, without the suffix. A row is one of
 
     {"turns": ["Write a poem.", "Now shorter."]}                     every turn is answered, one after the other
     {"messages": [{"role": "user", "content": "2 + 2?"}]}            the last user message is answered
@@ -113,14 +114,19 @@ def check_names(datasets: list[str], files: list[Path]) -> None:
     for name in names:
         if name not in PUBLIC_SETS:
             raise UsageError(f"unknown set {name!r}; --datasets has {', '.join(PUBLIC_SETS)}; use --prompts for files")
-    names += [file.stem for file in files]
+    names += map(set_name, files)
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"the set {name!r} is given twice: a set is named after its file, without the suffix")
 
 
+def set_name(path: Path) -> str:
+    """The name of a file's set: `mine` of `mine.jsonl` and of `mine.jsonl.gz`."""
+    return Path(path.name.removesuffix(".gz")).stem
+
+
 def read_file(path: Path) -> PromptSet:
-    """The prompts of a JSON lines file.
+    """The prompts of a data file, in any format of `common/data_files.py`.
 
     Raises `UsageError` for an empty file, `ValueError` that names the line for a row that holds no prompt, `OSError`
     for no file.
@@ -136,9 +142,9 @@ def read_file(path: Path) -> PromptSet:
             for turn in turns:
                 encode_messages([*history, {"role": "user", "content": turn}])
         except ValueError as error:
-            raise ValueError(f"{source} is no prompt: {error}") from error
+            raise ValueError(f"{source} is not a prompt: {error}") from error
         prompts.append(Prompt(index, tuple(turns), tuple(history)))
-    return PromptSet(path.stem, prompts)
+    return PromptSet(set_name(path), prompts)
 
 
 def history_and_turns(row: dict) -> tuple[list[dict], list[str], list[dict]]:

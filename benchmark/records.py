@@ -1,4 +1,4 @@
-"""The records of a benchmark on disk: one line a call, and the settings that all of them share.
+"""The records of a benchmark on disk: one line per call, and the settings that all of them share.
 
 A run that was killed leaves whole lines and at most one torn one, which the next run of the same command drops.
 
@@ -54,12 +54,13 @@ class Records(GrowingFile):
             sets_before = before["benchmark"]["datasets"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise FileExistsError(
-                f"--output {self.folder} is not empty and no benchmark's: choose another, or remove it first"
+                f"--output {self.folder} is not empty and does not hold a benchmark: choose another, or remove it "
+                "first"
             ) from error
         if names := _differing(before["benchmark"], self.settings):
             short = [_change(name, before["benchmark"].get(name), self.settings.get(name)) for name in names]
             raise ValueError(
-                f"--output {self.folder} was begun with {', '.join(short)}: go on with these, or choose another"
+                f"--output {self.folder} was started with {', '.join(short)}: use these settings, or choose another"
             )
         for name, digest in sets_before.items():
             self.settings["datasets"][name] = self.settings["datasets"][name] or digest

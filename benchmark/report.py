@@ -132,8 +132,8 @@ def _attainable(group: list[dict], plain: list[dict]) -> float | None:
     if own["step"] is None or one["step"] is None:
         return None
     num_accepted = sum(sum(record["num_accepted"] or ()) for record in group)
-    tokens_a_step = 1 + num_accepted / _sums(group, "num_steps")[0]
-    return tokens_a_step * one["step"] / (own["verify"] + own["draft"] + one["other"])
+    tokens_per_step = 1 + num_accepted / _sums(group, "num_steps")[0]
+    return tokens_per_step * one["step"] / (own["verify"] + own["draft"] + one["other"])
 
 
 def _speedup_interval(group: list[dict], plain: list[dict]) -> list[float] | None:

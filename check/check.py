@@ -236,7 +236,7 @@ def check_acceptance(pair: Pair) -> Finding:
     decoded, predicted = decoded_rounds(pair), predicted_rounds(pair)
     got, expected = decoded.accepted_drafts, predicted.accepted_drafts
     rates = by_position(decoded.per_position_acceptance_rates)
-    text = f"tau {1 + got:.2f} in decoding{rates}, {1 + expected:.2f} by training's blocks"
+    text = f"tau {1 + got:.2f} in decoding{rates}, {1 + expected:.2f} predicted from training blocks"
     figures = {"decoding": decoded.to_dict(), "training": predicted.to_dict()}
 
     def found(status, *sentence):

@@ -371,7 +371,7 @@ def position_trials(pair: Pair) -> Iterator[Trial]:
         yield Trial(POSITIONS, what, RETRAIN, lambda offset=offset: {"offset": offset})
     bases = {float(p["rope_theta"]) for p in pair.target.config.rope_parameters.values() if "rope_theta" in p}
     for base in sorted(bases - {float(rope["rope_theta"])}):
-        fix = f"set rope_theta in its config to {base:g} (it says {rope['rope_theta']:g})"
+        fix = f"set `rope_parameters.rope_theta` in its config to {base:g} (it says {rope['rope_theta']:g})"
         options = lambda base=base: {"model": pair.with_config(rope_parameters={**rope, "rope_theta": base})}  # noqa: E731
         yield Trial(POSITIONS, f"with the target's rope_theta {base:g}", fix, options)
     fix = "train it again with rotary frequencies in fp32"

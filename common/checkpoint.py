@@ -184,7 +184,7 @@ def resolve_checkpoint(given: str | Path, revision: str | None = None) -> tuple[
     revision = revision or at or None
     try:
         validate_repo_id(repo)
-    except HFValidationError as error:  # a path that leads nowhere, as it is not a Hub id
+    except HFValidationError as error:  # a path that leads nowhere: it is not a valid Hub id either
         raise FileNotFoundError(f"no folder {given}") from error
     try:
         path = hf_hub_download(repo, "config.json", revision=revision)

@@ -141,7 +141,7 @@ def add_encoding(parser: Parser, *, row_wins: bool = False, default_generation: 
         default_generation: None where it depends on the drafter.
     """
     wins = "; a row's own wins" if row_wins else ""
-    parser.add_argument("--mode", choices=MODES, default="non-thinking", help=f"of the chat encoding{wins}")
+    parser.add_argument("--mode", choices=MODES, default="non-thinking", help=f"mode of the chat encoding{wins}")
     add_effort(parser, wins, default_generation)
 
 
@@ -153,13 +153,13 @@ def add_effort(parser: Parser, wins: str = "", default_generation: str | None = 
         "--generation",
         choices=tuple(EFFORT_INSTRUCTIONS),
         default=default_generation,
-        help=f"of the chat encoding{unless}",
+        help=f"generation of the chat encoding{unless}",
     )
 
 
 def add_device(parser, *, dtype: str | None = "auto") -> None:
     """--dtype, --device-map and --threads: how models are loaded and run. A `dtype` of None leaves no default."""
-    text = "of the target and its drafter" + ("" if dtype else " (default: auto)")
+    text = "dtype of the target and its drafter" + ("" if dtype else " (default: auto)")
     parser.add_argument("--dtype", choices=DTYPES, default=dtype, help=text)
     parser.add_argument("--device-map", help="as in transformers, e.g. auto or cuda (default: the CPU)")
     parser.add_argument("--threads", type=at_least(1), help="torch threads on the CPU (default: torch's own choice)")
@@ -170,7 +170,7 @@ def add_sampling(parser: Parser, *, max_new_tokens: int) -> None:
     parser.add_argument("--max-new-tokens", type=at_least(1), default=max_new_tokens, help="the longest answer")
     parser.add_argument("--temperature", type=temperature, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=top_p, default=1.0, help="when sampling, the share of probability to keep")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for sampling")
 
 
 def check_effort(args: argparse.Namespace, modes: list[str]) -> None:
@@ -219,7 +219,7 @@ DRAFTER_OPTIONS = {
     "markov_rank": {"type": at_least(1), "help": "rank of the Markov head (default: 256)"},
     "markov_gate": {"action": "store_true", "help": "the slot's hidden state weighs the bias's parts (default: no)"},
     "draft_confidence": {"action": "store_true", "help": "draft only what is worth verifying (default: no)"},
-    "verify_cost": {"type": float, "help": "of one more draft, as a share of a round without drafts (default: 0.03)"},
+    "verify_cost": {"type": float, "help": "cost of one more draft, in rounds without drafts (default: 0.03)"},
     "hidden_size": {"type": at_least(1), "help": "width (default: the target's)"},
     "intermediate_size": {"type": at_least(1), "help": "width of the MLP (default: 3 x hidden size)"},
     "num_hidden_layers": {"type": at_least(1), "help": "layers (default: 5 from a width of 1024 on, else 2)"},

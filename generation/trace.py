@@ -37,7 +37,7 @@ _TAGS = {ACCEPTED: "b", CUT: "u", REJECTED: "s", BEHIND: "i", OWN: "strong"}
 
 
 class TokenTexts:
-    """Texts of token ids, all of it visible: bytes that are no whole character as `\\xe2`, a line break as `⏎`."""
+    """Texts of token ids, all of it visible: incomplete characters as `\\xe2`, a line break as `⏎`."""
 
     _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 

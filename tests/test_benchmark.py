@@ -695,14 +695,14 @@ def test_a_checkpoint_trained_on_under_the_same_name_is_another_setting(command,
     assert command(methods=method)[0] == 0
     tiny_drafter(target, seed=5).save_pretrained(tmp_path / "drafter")
     assert command(methods=method)[0] == 1
-    assert "was begun with methods" in capsys.readouterr().err
+    assert "was started with methods" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_no_benchmarks_is_refused(command, tmp_path, capsys):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("x")
     assert command() == (1, None)
-    assert "is not empty and no benchmark's" in capsys.readouterr().err
+    assert "is not empty and does not hold a benchmark" in capsys.readouterr().err
     (tmp_path / "file").write_text("x")
     assert command(out=tmp_path / "file") == (1, None)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["thesis.txt"]

@@ -135,7 +135,7 @@ def test_a_wrong_value_is_named_in_a_drafter_with_heads_too(tmp_path, capsys):
     folder = copied_drafter(tmp_path / "drafter", WITH_HEADS, rope_parameters=rope)
     options = ["--num-prompts", "1", "--dtype", "float32", "--threads", "1"]
     assert main(["check", str(TARGET), str(folder), *options]) == 3
-    assert "set rope_theta in its config to 10000" in capsys.readouterr().out.splitlines()[-1]
+    assert "set `rope_parameters.rope_theta` in its config to 10000" in capsys.readouterr().out.splitlines()[-1]
 
 
 def spoil(tensors):

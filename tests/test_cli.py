@@ -150,7 +150,7 @@ def never_loaded(monkeypatch):
         (["--prompt", "x", "--device-map", "meta"], "device_map 'meta': torch finds"),
         (["--prompt", "x", "--target-revision", "main"], "revision='main' belongs to a Hub id"),
         (["--prompt", "x", "--drafter-revision", "main"], "revision='main' belongs to a Hub id"),
-        (["--prompt", "x", "--raw", "--mode", "thinking"], "--raw leaves out the chat encoding"),
+        (["--prompt", "x", "--raw", "--mode", "thinking"], "chat encoding, which --raw leaves out"),
         (["--prompt", "x", "--trace", "x.json"], "ends in .html, not x.json"),
         (["--prompt", "x", "surplus"], "unrecognized arguments: surplus"),
     ],
@@ -275,6 +275,17 @@ def test_a_misspelt_word_is_a_usage_error_that_names_the_nearest(argv, message, 
     err = capsys.readouterr().err
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["preview", "no.jsonl", "--tokenizer", TARGET], ["regenerate", "no.jsonl", "--target", TARGET, "--output", "x"]],
+    ids=lambda argv: argv[0],
+)
+def test_an_error_of_a_data_command_begins_with_both_words(argv, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["data", *argv]) != 0
+    assert capsys.readouterr().err.startswith(f"hyperdflash data {argv[0]}: ")
 
 
 def test_a_value_may_look_like_an_option(never_loaded, capsys):

@@ -1,5 +1,6 @@
 """The prompts of a benchmark: read as written, chosen alike in every run, or refused by name."""
 
+import gzip
 import json
 
 import datasets
@@ -34,6 +35,16 @@ def test_a_file_may_hold_turns_messages_and_prompts(tmp_path):
             Prompt(3, ("Hello",), tuple(chat[:1])),
         ]
     )
+
+
+def test_a_packed_file_names_its_set_as_the_plain_one_does(tmp_path):
+    plain = write(tmp_path / "mine.v2.jsonl", [{"prompt": "a"}])
+    packed = tmp_path / "mine.v2.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert read_file(packed) == read_file(plain)
+    assert read_file(packed).name == "mine.v2"
+    with pytest.raises(UsageError, match="'mine.v2' is given twice"):
+        check_names([], [plain, packed])
 
 
 def test_messages_win_over_a_prompt_and_a_system_column_is_read(tmp_path):
@@ -88,9 +99,9 @@ def test_the_first_prompts_of_a_shuffle_that_is_always_the_same(tmp_path):
         ([1], "JSON object"),
     ],
 )
-def test_a_row_that_is_no_prompt_is_named_by_its_line(tmp_path, row, message):
+def test_a_row_that_is_not_a_prompt_is_named_by_its_line(tmp_path, row, message):
     path = write(tmp_path / "mine.jsonl", [{"prompt": "fine"}, row])
-    with pytest.raises(ValueError, match=rf"mine\.jsonl:2 is no prompt: .*{message}"):
+    with pytest.raises(ValueError, match=rf"mine\.jsonl:2 is not a prompt: .*{message}"):
         read_file(path)
 
 

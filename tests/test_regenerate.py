@@ -629,9 +629,9 @@ def run_command(*args) -> int:
         (["--server", "URL", "--tokenizer", TINY], "--model"),
         (
             ["--server", "URL", "--model", "v4", "--tokenizer", TINY, "--batch-size", 4],
-            "--batch-size goes with --target",
+            "--batch-size needs --target",
         ),
-        (["--target", TINY, "--concurrency", 4], "--concurrency goes with --server"),
+        (["--target", TINY, "--concurrency", 4], "--concurrency needs --server"),
         (["--target", TINY, "--temperature", -1], "--temperature must be 0"),
         (["--target", TINY, "--top-p", 0], "--top-p must be above 0"),
         (["--target", TINY, "--max-new-tokens", 0], "--max-new-tokens must be at least 1"),
