@@ -20,8 +20,9 @@ import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
 from transformers import AutoTokenizer
 
+from hyperdflash.common.data_files import read_rows
 from hyperdflash.training import data
-from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report, read_rows
+from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report
 
 ROOT = Path(__file__).parents[1]
 
@@ -933,7 +934,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
-from hyperdflash.training.data import load_data, read_rows
+from hyperdflash.common.data_files import read_rows
+from hyperdflash.training.data import load_data
 
 def anonymous():  # MB of memory that is no mapped file
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -721,7 +721,7 @@ def target():
 @pytest.fixture
 def write(target, tokenizer, tmp_path, monkeypatch):
     """Run `regenerate` with the tiny target; returns the rows by source."""
-    monkeypatch.setattr("hyperdflash.training.writers.load_target", lambda *args: (target, None))
+    monkeypatch.setattr("hyperdflash.training.writers.load_target_model", lambda *args: target)
 
     def run(rows, name="out", *, batch_size=8, max_new_tokens=16, sampling=None, **kwargs):
         file, out = write_rows(tmp_path / "in.jsonl", rows), tmp_path / f"{name}.jsonl"

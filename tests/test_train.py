@@ -344,7 +344,7 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["lora={r: 2}"], {}, 2, ["lora adapts a trained drafter: give it in init_from"]),
         (["lora={r: many}"], {}, 2, ["lora.r takes int; got 'many'"]),
         ([], {"drafter": DRAFTER | {"block_size": "seven"}}, 2, ["drafter.block_size takes int; got 'seven'"]),
-        (["drafter={block_size: 4, block_size: 5}"], {}, 2, ["'block_size' is there twice"]),
+        (["drafter={block_size: 4, block_size: 5}"], {}, 2, ["'block_size' appears twice"]),
         (["drafter={block_size: 4"], {}, 2, ["drafter={block_size: 4 is not readable YAML"]),
         (["neftune_noise_alpha=5"], {}, 2, ["neftune_noise_alpha is not supported"]),
         (["label_smoothing_factor=0.1"], {}, 2, ["label_smoothing_factor is not supported"]),
@@ -356,6 +356,7 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["use_liger_kernel=true"], {}, 2, ["use_liger_kernel is not supported"]),
         (["metric_for_best_model=tau"], {}, 2, ["metric_for_best_model 'tau' is not a figure", "acceptance_rate_3"]),
         (["metric_for_best_model=acceptance_length"], {}, 2, ["'acceptance_length' is not a figure"]),
+        (["target_dtype=float16"], {}, 2, ["target_dtype: DeepSeek-V4 does not run in float16"]),
         (['lr_scheduler_kwargs={"floor": 1}'], {}, 2, ["lr_scheduler_kwargs do not fit cosine: .*'floor'"]),
         (["optim=lomo"], {}, 1, ["lomo"]),
         (["torch_compile_mode=fast"], {}, 2, ["torch_compile_mode is one of .*; got 'fast'"]),
@@ -392,7 +393,7 @@ def test_a_key_that_is_there_twice_is_refused_with_its_line(world, tmp_path, cap
     recipe = world.write_recipe(tmp_path / "recipe.yaml")
     recipe.write_text(recipe.read_text() + "num_anchors: 5\n")
     assert cli.main(["train", str(recipe)]) == 2
-    assert re.search(r"recipe\.yaml.*'num_anchors' is there twice.*line \d+", capsys.readouterr().err)
+    assert re.search(r"recipe\.yaml.*'num_anchors' appears twice.*line \d+", capsys.readouterr().err)
 
 
 def test_numbers_written_as_text_are_numbers_in_mappings_too(world, trained):
@@ -575,6 +576,15 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stop
     assert_equal_weights(last_weights(stopped), last_weights(trained))
 
 
+def test_weights_of_a_checkpoint_are_as_readable_as_its_folder(hd, tmp_path):
+    before = os.umask(0o027)
+    try:
+        assert hd("max_steps=1").status == 0
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run" / "checkpoint-1" / "model.safetensors").stat().st_mode & 0o777 == 0o640
+
+
 def test_going_on_with_nothing_starts_from_the_beginning(hd, tmp_path, caplog):
     result = hd("resume_from_checkpoint=true", "max_steps=1")
     assert result.status == 0, result.err
@@ -607,7 +617,7 @@ def test_going_on_with_a_finished_run_makes_its_drafter_again(hd, world, trained
         ("optimizer", {"optim": "sgd"}, "trained with optim 'adamw_torch"),
         ("rate", {"learning_rate": 1e-2}, "trained with learning_rate 0.003, now it is 0.01"),
         ("anchors", {"num_anchors": 2}, "trained with num_anchors 4, now it is 2"),
-        ("batch", {"per_device_train_batch_size": 2}, "trained with samples_a_step 4, now it is 2"),
+        ("batch", {"per_device_train_batch_size": 2}, "trained with samples per step 4, now it is 2"),
     ],
 )
 def test_a_run_cannot_go_on_as_another(hd, world, trained, stopped, tmp_path, what, changes, pattern):

@@ -206,6 +206,10 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         """Settings that need or exclude each other."""
         if self.features == "offline" and not self.features_dir:
             raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
+        if self.target_dtype == "float16":
+            raise RecipeError(
+                "target_dtype: DeepSeek-V4 does not run in float16 in transformers: choose bfloat16, float32 or auto"
+            )
         if self.eval_decode_prompts and not self.eval_data:
             raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
         if self.init_from and self.drafter:
@@ -269,7 +273,7 @@ class _UniqueKeys(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice: remove one", key.start_mark
+                    None, None, f"the key {key.value!r} appears twice: remove one", key.start_mark
                 )
             keys.add(key.value if isinstance(key, yaml.ScalarNode) else None)
         return super().construct_mapping(node, deep)

@@ -23,8 +23,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
-from ..common import data_files as rows
-from ..common.data_files import read_rows, to_messages  # noqa: F401, read_rows for those who import this
+from ..common import data_files
+from ..common.data_files import to_messages
 
 if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
     import datasets
@@ -213,7 +213,7 @@ def load_data_with_report(
     """
     settings = EncodingSettings(mode, effort, generation, max_length)
     check_tokenizer(tokenizer, settings)
-    origins = rows.resolve(files)
+    origins = data_files.resolve(files)
     # One pass hashes each file and finds where rows start, so that processes can each read their own
     scans = [origin.scan() for origin in origins]
     encoded = _encode_all(origins, scans, tokenizer, settings, skip_bad_rows, num_proc)
@@ -319,7 +319,7 @@ def _encode_all(
             desc="Encoding data",
         )
 
-    with rows.quiet_datasets(), _cache_named(cache):
+    with data_files.quiet_datasets(), _cache_named(cache):
         cache.mkdir(parents=True, exist_ok=True)
         # With `num_proc`, `datasets` adds the part's number to the name, hence the star
         if not any(cache.glob(f"data-{fingerprint}*.arrow")):
@@ -436,6 +436,8 @@ def _fingerprint(
     contents: list[tuple[str, str]], settings: EncodingSettings, tokenizer: PreTrainedTokenizerBase
 ) -> str:
     """Of everything that decides what is cached: files, settings, tokenizer, and the code that encodes."""
-    code = [hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, rows.__file__, encoding.__file__)]
+    code = [
+        hashlib.sha256(Path(f).read_bytes()).hexdigest() for f in (__file__, data_files.__file__, encoding.__file__)
+    ]
     facts = [contents, asdict(settings), hash_tokenizer(tokenizer), code]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

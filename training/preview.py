@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.checkpoint import load_tokenizer
 from ..common.console import visible
-from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error, read_rows
+from ..common.data_files import read_rows
+from .data import DataReport, EncodingSettings, Sample, check_tokenizer, encode_or_error
 
 # Neighbouring tokens alternate between two styles, so that you can see where they end.
 LEARNED, CONTEXT = ("bold green", "bold green underline"), ("", "dim")

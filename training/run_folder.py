@@ -301,8 +301,9 @@ def check_unchanged(run_dir: Path, facts: dict) -> None:
     for name, value in facts["fixed"].items():
         # Runs of earlier versions recorded fewer settings
         if name in before["fixed"] and (old := before["fixed"][name]) != value:
+            shown = {"samples_a_step": "samples per step"}.get(name, name)
             raise ValueError(
-                f"{run_dir} was trained with {name} {old!r}, now it is {value!r}: a run cannot change it; "
+                f"{run_dir} was trained with {shown} {old!r}, now it is {value!r}: a run cannot change it; "
                 "choose another output_dir (init_from starts a new run from the weights)"
             )
     for name, value in facts["length"].items():

@@ -366,8 +366,9 @@ class HyperDFlashTrainer(EpochTrainer):
     def _save(self, output_dir=None, state_dict=None):
         super()._save(output_dir, state_dict)
         if self.args.should_save:
-            for file in Path(output_dir or self.args.output_dir).glob("*.safetensors"):
-                file.chmod(0o644)  # safetensors makes them readable only for their owner
+            folder = Path(output_dir or self.args.output_dir)
+            for file in folder.glob("*.safetensors"):  # safetensors makes them readable only for their owner
+                file.chmod(folder.stat().st_mode & 0o666)
 
 
 def spaced_prompts(rows: "datasets.Dataset", num_prompts: int) -> list[list[int]]:

@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_to_the_rows_of_an_uninterrupted_one(command, whole
 def test_a_name_that_the_server_has_no_model_for_is_refused_with_those_it_has(command, tmp_path):
     done = run(command(tmp_path / "answers.jsonl", "--model", "other"))
     assert done.returncode == 1
-    assert "serves no model 'other', but tiny" in done.stderr
+    assert "does not serve 'other'; it serves tiny" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

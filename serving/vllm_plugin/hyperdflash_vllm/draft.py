@@ -60,7 +60,7 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
             self.biased_dtype = vllm_config.model_config.head_dtype if sampled else torch.float32
         if nested["draft_confidence"]:
             logger.warning(
-                "The drafter's confidence head is not used: num_speculative_tokens says how many drafts a round has"
+                "The drafter's confidence head is not used: num_speculative_tokens sets the drafts per round"
             )
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,9 @@ def read_plan(file: Path) -> tuple[dict, list[dict]]:
     with file.open(encoding="utf-8") as plan:
         lines = [json.loads(line) for line in plan]
     if not lines or lines[0].get("format") != FORMAT:
-        raise ValueError(f"{file} is no plan of this version ({FORMAT}): write it again with `hyperdflash features`")
+        raise ValueError(
+            f"{file} is not a plan of this version ({FORMAT}): write it again with `hyperdflash features`"
+        )
     return lines[0], lines[1:]
 
 
