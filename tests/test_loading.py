@@ -18,7 +18,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from tiny_v4 import MASK_TOKEN_ID, greedy, random_ids, tiny_drafter_config, tiny_target
+from tiny_v4 import MASK_TOKEN_ID, greedy, nightly, random_ids, tiny_drafter_config, tiny_target
 from transformers import AutoModel, GenerationConfig, modeling_utils
 from transformers.utils import hub
 
@@ -207,7 +207,7 @@ def test_custom_generate_and_two_versions_of_the_code_in_one_process(made, saved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["drafter", "drafter-paper"])
+@pytest.mark.parametrize("name", ["drafter", nightly("drafter-paper")])
 def test_a_folder_that_links_its_code_loads_drafts_and_is_saved_as_plain_files(name, tmp_path):
     """Those of examples/tiny do; symbolic links must not be needed by whoever copies what was saved."""
     script = """

@@ -16,6 +16,7 @@ from tiny_v4 import (
     HCA,
     SLIDING,
     ScriptedDrafter,
+    nightly,
     random_ids,
     tiny_config,
     tiny_drafter,
@@ -203,7 +204,7 @@ def test_a_markov_head_and_a_confidence_head_keep_the_distribution(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["none", "cold top-k and top-p"])
+@pytest.mark.parametrize("name", ["cold top-k and top-p", nightly("none")])
 def test_the_native_mtp_module_keeps_the_distribution(name):
     options, warpers = FILTERS[name]
     target = table_target()
@@ -385,7 +386,7 @@ def exact_joint(target, prompt, warpers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "kind"), [("none", "right"), ("top-k", "wrong"), ("top-p", "random")])
+@pytest.mark.parametrize(("name", "kind"), [("none", "right"), nightly("top-k", "wrong"), nightly("top-p", "random")])
 def test_joint_distribution_of_three_tokens_is_the_targets(name, kind):
     """Five hundred seeded calls on a real DeepSeek-V4; after the first token a block of three drafts is judged.
 

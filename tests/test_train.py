@@ -891,7 +891,7 @@ raise SystemExit(cli.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "stops"), [("ddp", False), ("fsdp", True), nightly("ddp", True)])
+@pytest.mark.parametrize(("kind", "stops"), [("fsdp", True), nightly("ddp", False), nightly("ddp", True)])
 def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind, stops):
     """What is printed is printed once, and a stopped run goes on to the very same weights."""
     (tmp_path / "sharded.py").write_text(SHARDED_ON_CPUS)

@@ -424,5 +424,5 @@ def test_a_folder_without_a_plan_is_refused_with_the_command(tmp_path):
         features.write_all(tmp_path, {})
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / features.PLAN).write_text('{"format": "other"}\n')
-    with pytest.raises(ValueError, match="no plan of this version"):
+    with pytest.raises(ValueError, match="not a plan of this version"):
         features.write_all(tmp_path, {})
