@@ -649,11 +649,11 @@ def test_a_run_goes_on_after_an_edit_of_code_that_measures_nothing(command, sour
     "name",
     [
         "generation_hyperdflash.py",
-        "modeling_hyperdflash.py",
-        "target_hyperdflash.py",
         "benchmark/timing.py",
         "generation/mtp.py",
-        "benchmark/methods.py",
+        nightly("modeling_hyperdflash.py"),
+        nightly("target_hyperdflash.py"),
+        nightly("benchmark/methods.py"),
     ],
 )
 def test_calls_of_two_measuring_codes_in_one_table_are_said_to_be(command, sources, tmp_path, capsys, name):

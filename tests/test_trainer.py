@@ -633,7 +633,7 @@ def test_a_drafter_that_learned_texts_by_heart_drafts_them(tmp_path):
         optim="adamw_torch",
         learning_rate=4e-3,
         max_grad_norm=1.0,
-        max_steps=400,
+        max_steps=250,
         logging_steps=100,
         lr_scheduler_type="cosine",
         bf16=True,
