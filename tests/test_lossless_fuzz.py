@@ -1,4 +1,4 @@
-"""Three hundred seeded cases, half of them nightly: assisted greedy decoding gives the ids and the cache of plain decoding.
+"""Three hundred seeded cases, half of them nightly: assisted greedy decoding gives plain decoding's ids and cache.
 
 One case: `python -m pytest tests/test_lossless_fuzz.py -k "seed-17"`.
 """
