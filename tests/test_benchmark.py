@@ -147,6 +147,7 @@ def greedy_texts(target, tokenizer, tmp_path, monkeypatch):
 # -------------------------------------------------------------------------------------------------- what is measured
 
 
+@pytest.mark.slow
 def test_the_average_is_a_hand_count_over_all_rounds(target, tokenizer, tmp_path, greedy_texts):
     """https://github.com/vllm-project/vllm/pull/17908, https://github.com/SafeAILab/EAGLE/issues/95
 
@@ -271,6 +272,7 @@ def test_every_temperature_is_warmed_up_and_that_is_not_recorded(target, tokeniz
     assert [row["num_new_tokens"] for row in results["rows"]] == [20] * 6
 
 
+@pytest.mark.slow
 def test_no_method_always_follows_the_same_one(target, tokenizer, tmp_path, calls):
     """https://github.com/hemingkx/Spec-Bench/issues/29: what comes before leaves caches and clocks warm or cold."""
     for folder in ("a", "b"):
@@ -436,6 +438,7 @@ METHODS = ("hyperdflash:3=a/final,b/final", "mean:3=mean", "dflash:2=dflash", "m
 GRID = ("--modes", "non-thinking", "thinking", "--temperatures", "0", "1", "--seeds", "0", "1")
 
 
+@pytest.mark.slow
 def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
     status, results = command(*GRID, methods=METHODS, prompts=("one.jsonl",), tokens="6")
     assert status == 0
@@ -463,6 +466,7 @@ def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
         assert sentence in results["definitions"]
 
 
+@pytest.mark.slow
 def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command, tmp_path):
     options = ("--temperatures", "1", "--seeds", "7")
     runs = [command(*options, prompts=("two.jsonl",), out=tmp_path / name)[1] for name in "ab"]
@@ -476,6 +480,7 @@ def test_a_rerun_with_the_same_seed_has_the_same_acceptance_to_the_digit(command
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.slow
 def test_the_same_command_resumes_after_a_torn_line(command, tmp_path, monkeypatch):
     whole = command(prompts=("two.jsonl",), out=tmp_path / "whole")[1]
     _, first = command(prompts=("two.jsonl",))
@@ -581,6 +586,7 @@ def test_a_killed_run_ends_with_the_figures_of_one_that_was_not(command, world, 
     assert len(records.read_text().splitlines()) == 2 * 4 * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "name"),
     [
@@ -600,6 +606,7 @@ def test_a_changed_setting_is_refused_by_name_and_nothing_touched(command, tmp_p
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "name", "value", "message"),
     [
@@ -645,6 +652,7 @@ def test_a_run_goes_on_after_an_edit_of_code_that_measures_nothing(command, sour
     assert "changed" not in (tmp_path / "out" / "table.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -674,6 +682,7 @@ def test_calls_of_two_measuring_codes_in_one_table_are_said_to_be(command, sourc
     assert "changed after" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_lines", [0, 2], ids=["nothing measured", "nothing left to measure"])
 def test_code_that_changes_before_the_first_call_or_after_the_last_mixes_nothing(
     command, sources, tmp_path, num_lines
@@ -723,6 +732,7 @@ def no_hub(*args, **kwargs):
     raise ConnectionError("no network here")
 
 
+@pytest.mark.slow
 def test_a_set_that_cannot_be_downloaded_is_skipped_and_reported(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("datasets.load_dataset", no_hub)
     status, results = command("--datasets", "gsm8k")
@@ -885,6 +895,7 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -1028,6 +1039,7 @@ def test_a_drafter_of_the_hub_is_loaded_from_the_commit_that_was_checked(world, 
 # -------------------------------------------------------------------------------------------------------------- traces
 
 
+@pytest.mark.slow
 def test_a_trace_shows_every_drafter_on_each_sets_first_prompt_and_measures_nothing(command, tmp_path):
     methods = ("hyperdflash:3=a/final", "mtp:2=mtp", "prompt-lookup:3")
     prompts, out = ("one.jsonl", "two.jsonl"), tmp_path / "out"

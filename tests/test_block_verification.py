@@ -72,6 +72,7 @@ def one_hot(q: dict) -> dict:
     return {prefix: torch.nn.functional.one_hot(row.argmax(), V).double() for prefix, row in q.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharpness", [0.3, 4.0, nightly(1.0)])
 @pytest.mark.parametrize("kind", ["sequential", "independent", "one-hot", "the target's own"])
 @pytest.mark.parametrize("number", ["all", "two", "one", "by the first draft", "none after token 0"])

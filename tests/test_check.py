@@ -97,6 +97,7 @@ def cause(pair):
 # ------------------------------------------------------------------------------------------------------- the tiny pair
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", [DRAFTER, WITH_HEADS], ids=lambda folder: folder.name)
 def test_a_sound_pair_passes_without_a_warning(drafter, capsys):
     options = ["--num-prompts", "1", "--max-new-tokens", "32", "--dtype", "float32", "--threads", "1"]
@@ -109,6 +110,7 @@ def test_a_sound_pair_passes_without_a_warning(drafter, capsys):
     assert all(line.startswith("ok ") for line in lines[:-2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "check_name", "words"),
     [
@@ -130,6 +132,7 @@ def test_a_wrong_value_in_the_config_is_named(world, tmp_path, changes, check_na
     assert words in found.sentence()
 
 
+@pytest.mark.slow
 def test_a_wrong_value_is_named_in_a_drafter_with_heads_too(tmp_path, capsys):
     rope = {"rope_type": "default", "rope_theta": 160000.0}
     folder = copied_drafter(tmp_path / "drafter", WITH_HEADS, rope_parameters=rope)
@@ -182,12 +185,14 @@ def another_target(world, noise):
     return target
 
 
+@pytest.mark.slow
 def test_a_target_with_other_weights_that_accepts_little_is_named_by_its_tensors(world):
     found = cause(world.pair(world.drafter, another_target(world, 1.0)))
     assert found.check == "fingerprint"
     assert "embed.weight differs" in found.text
 
 
+@pytest.mark.slow
 def test_a_target_with_other_weights_that_accepts_enough_is_a_warning(world):
     pair = world.pair(world.drafter, another_target(world, 0.05))
     pair.prompts = pair.prompts[:2]
@@ -266,6 +271,7 @@ class LateDraft(HyperDFlashModel):
         return super().draft(replace(request, context=context[:, :-1] if context.shape[1] > 1 else context))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter_class", "check_name", "words"),
     [

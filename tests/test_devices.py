@@ -47,6 +47,7 @@ def transfers_by_round(monkeypatch, device: PretendDevice) -> list[int]:
     return transfers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ASSISTANTS, "drafter, prompt beside the target"])
 def test_a_round_is_one_transfer_to_the_host(monkeypatch, name):
     """Two with a confidence head, which decides how many drafts there are before any is made."""

@@ -26,6 +26,7 @@ import train_mtp  # noqa: E402
 DRAFTERS = [run for run in baselines.runs() if not run.is_mtp]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", DRAFTERS, ids=lambda run: run.name)
 def test_a_run_differs_from_the_recipe_in_what_it_names_and_in_nothing_that_makes_a_budget(run, monkeypatch):
     monkeypatch.chdir(baselines.ROOT)

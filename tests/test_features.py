@@ -338,6 +338,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_same_bytes(written, target, co
     assert any(0 < count < len(SHARDS) for count in caught)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_write_ends_with_the_same_bytes(target, config, tmp_path, monkeypatch):
     """https://github.com/vllm-project/speculators/pull/912: before and after every sync, rename and folder."""
     steps = []

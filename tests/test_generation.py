@@ -64,6 +64,7 @@ def first_raw_choices(target, sequence):
 # --------------------------------------------------------------------------------------------------------------- stops
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("index", range(9))
 def test_ends_at_the_first_end_of_text_token_wherever_it_stands_in_a_block(target, prompt, plain, index):
     """As the very first new token, inside a block, as its last draft, as the bonus token; the second of two ids.
@@ -94,6 +95,7 @@ def test_runs_to_the_length_limit_without_an_end_of_text_id(target, prompt, plai
     assert_lossless(target, prompt, plain[:, : PROMPT_LENGTH + 20], plain, max_new_tokens=20, eos_token_id=unused)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [2, 3, 4, 7])
 def test_length_limit_holds_for_every_block_size(target, prompt, plain, block_size):
     """Exactly the tokens asked for, through `max_new_tokens`, `max_length` and a criterion of the user's: at the edges
@@ -114,6 +116,7 @@ def test_length_limit_holds_for_every_block_size(target, prompt, plain, block_si
         assert_lossless(target, prompt, want, plain, max_new_tokens=20, stopping_criteria=criteria, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "limit",
     [{"max_new_tokens": 10**12}, {"max_length": int(1e30)}, {"max_length": 1e30}, {"max_length": float("inf")}],
@@ -234,6 +237,7 @@ def test_stop_string_inside_an_accepted_block_ends_the_text_there(target, prompt
 # ------------------------------------------------------------------------------------------------------------- prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 33])
 def test_short_long_and_window_edge_prompts(target, length):
     """A single token, two, around the window of 8, and four windows.
@@ -256,6 +260,7 @@ def test_fifty_random_prompts_with_the_drafters_own_drafts(target):
         assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == greedy(target, prompt, 8).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stack", "window"), [((SLIDING, SLIDING), 8), ((CSA, CSA), 8), ((HCA, HCA), 8), ((HCA, SLIDING, CSA), 2)]
 )
@@ -297,6 +302,7 @@ def left_padded(prompt, pads):
     return torch.nn.functional.pad(prompt, (pads, 0), value=5), mask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", [(SLIDING, SLIDING), (SLIDING, CSA, HCA)])
 def test_mask_absent_all_ones_or_with_left_padding(stack):
     """Compressed layers treat a block and a step differently under padding: there, nothing is drafted.
@@ -507,6 +513,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_processors_change_assisted_as_plain_output(target, prompt, name):
     """Also when the drafts are the target's unprocessed choices.
@@ -520,6 +527,7 @@ def test_processors_change_assisted_as_plain_output(target, prompt, name):
     assert_lossless(target, prompt, want, raw, patterns=("always", "mixed"), max_new_tokens=24, **options)
 
 
+@pytest.mark.slow
 def test_banned_and_suppressed_tokens(target, prompt, plain):
     """One that the target would say, a pair, and one at the start. https://github.com/intel/ipex-llm/pull/9963"""
     said = plain[0, PROMPT_LENGTH:].tolist()
@@ -534,6 +542,7 @@ def test_banned_and_suppressed_tokens(target, prompt, plain):
             assert_lossless(target, prompt, want, sequence, patterns=("always", "mixed"), max_new_tokens=20, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -626,6 +635,7 @@ class ForbidsAfterFive(LogitsProcessor):
         return scores
 
 
+@pytest.mark.slow
 def test_processors_that_keep_state_work(target, prompt, plain):
     """https://github.com/lmstudio-ai/mlx-engine/pull/112"""
     forbidden = int(plain[0, PROMPT_LENGTH + 7])
@@ -670,6 +680,7 @@ def audited(target, prompt, drafter, num_new=16):
     return out.sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("bf16", "fp32"), ("fp32", "bf16")], ids="-".join)
 def test_low_precision_keeps_what_the_block_that_verified_it_says(dtypes):
     """Every token is the argmax of its row in the forward that verified it, and the cache is what was written there:

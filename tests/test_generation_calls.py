@@ -250,6 +250,7 @@ def llama(target):
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "assistant",
     [
@@ -479,6 +480,7 @@ class BombStreamer(Bomb, BaseStreamer):
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context_source", ["pre_hc_head", "hidden_layers"])
 @pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["exception", "keyboard interrupt"])
 @pytest.mark.parametrize("place", ["draft", "target", "processor", "criterion", "streamer"])
@@ -718,6 +720,7 @@ def check_interruptions(lines: range, more: tuple[int, ...] = ()) -> tuple[int, 
     return num_used, num_refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), (6,), (1, 2)], ids=["once", "again in the recovery", "three times"])
 def test_a_cache_interrupted_between_any_two_lines_gives_the_right_ids_or_is_refused(more):
     num_used, num_refused = check_interruptions(range(3, 500, 23), more)
@@ -825,6 +828,7 @@ def test_an_empty_prompt_is_refused(target):
     assert_refused(target, empty, tiny_drafter(target), "the prompt is empty: pass at least one token")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("negative", [None, 4])
 def test_guidance_gives_the_ids_of_plain_decoding(target, prompt, negative):
     """Its processor runs the target once more for every token, and keeps a cache of its own."""
@@ -876,6 +880,7 @@ class Packed(torch.nn.Module):
         return torch.nn.functional.linear(x, self.qweight.to(x.dtype) * self.scales.to(x.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wrapped", "packed head", "dynamically quantised"])
 def test_heads_and_embeddings_without_a_weight_are_served(prompt, kind):
     """As plain decoding serves them."""
@@ -957,6 +962,7 @@ def test_another_model_than_a_deepseek_v4_is_refused_in_one_sentence(target, pro
             drafter.generate(prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", [None, TINY_WORLD_TARGET.with_name("drafter")], ids=["made by init", "example"])
 def test_the_text_generation_pipeline_takes_a_drafter(tmp_path, folder):
     """It compares the special tokens of both configurations, which raised an AttributeError."""

@@ -52,6 +52,7 @@ def stops(plain):
     return ({}, {"eos_token_id": int(plain[0, PROMPT_LENGTH + 6])}, {"eos_token_id": int(plain[0, PROMPT_LENGTH])})
 
 
+@pytest.mark.slow
 def test_one_row_of_scores_and_logits_for_each_new_token(target, prompt, plain):
     """https://github.com/huggingface/transformers/issues/21374"""
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
@@ -81,6 +82,7 @@ def test_transition_scores_of_an_assisted_run(target, prompt, plain):
     torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", [(SLIDING, CSA, HCA), (SLIDING, SLIDING), (HCA, CSA)])
 @pytest.mark.parametrize("length", [1, 6, 21])
 def test_hidden_states_and_attentions_are_plain_generations(stack, length):
@@ -185,6 +187,7 @@ def test_prompt_lookup_keeps_the_rows_that_a_rewind_can_need(target):
     assert keys <= 7 + 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stack", [(SLIDING, CSA, HCA), (CSA, CSA)])
 def test_prompt_lookup_rewinds_from_any_length(stack):
     target = tiny_target(stack, window=6, csa=3, hca=5)
@@ -284,6 +287,7 @@ def tokenizer_with_a_split_character(halves):
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip_prompt", [True, False])
 @pytest.mark.parametrize("index", [2, 3, 4])
 def test_streamed_text_is_the_decoded_result(target, spelled, skip_prompt, index):
@@ -378,6 +382,7 @@ ENDINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_second_turn_with_the_returned_cache(target, prompt, plain, ending):
     """The cache holds all but the last token and nothing rejected; assisted and plain turns follow each other at will.

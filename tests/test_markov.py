@@ -145,6 +145,7 @@ def test_drafting_waits_for_the_device_once_a_round_at_most(monkeypatch, confide
     assert set(waits[:-1]) == {wanted}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", [False, True])
 def test_greedy_ids_are_plain_decodings(gate):
     target = tiny_target()
@@ -271,6 +272,7 @@ def test_the_confidence_head_teaches_the_drafter_nothing():
     assert learned == {"confidence_head.proj.weight", "confidence_head.proj.bias"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["none", "markov"])
 def test_confidence_changes_how_many_drafts_are_made_and_no_token(head):
     target = tiny_target()

@@ -57,6 +57,7 @@ def test_greedy_ids_are_plain_decodings(layer_types, max_drafts):
         assert max(got.speculation.num_drafts) == max_drafts
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("max_drafts", [1, 4])
 def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, monkeypatch):
@@ -151,6 +152,7 @@ def test_checkpoints_without_the_native_module_are_told_apart(tmp_path):
         load_mtp(tmp_path, tiny_config())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, "bfloat16"])
 def test_a_module_has_the_dtype_of_its_target_and_drafts_for_one_of_another(tmp_path, dtype):
     mtp = tiny_mtp(tiny_target())

@@ -734,6 +734,7 @@ def write(target, tokenizer, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_batch_of_unequal_prompts_is_answered_as_generate_answers_each_alone(write, target, tokenizer):
     """https://github.com/huggingface/transformers/issues/45938"""
     questions = [*QUESTIONS, "I am looking for a place to stay in the north of town, with free parking, for 3 nights."]
@@ -749,6 +750,7 @@ def test_a_batch_of_unequal_prompts_is_answered_as_generate_answers_each_alone(w
     assert {row["finish_reason"] for row in rows.values()} == {"stop", "length"}
 
 
+@pytest.mark.slow
 def test_sampled_answers_do_not_depend_on_the_batch(write):
     rows, sampling = [say(q) for q in QUESTIONS], Sampling(16, temperature=1.0, top_p=0.95)
     together = write(rows, "together", sampling=sampling)

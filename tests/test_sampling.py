@@ -180,6 +180,7 @@ def assert_chain_of(transition, ids):
     assert triples > LEAST
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILTERS)
 def test_plain_sampling_passes_the_same_test(name):
     """The exact probabilities that the cases below compare with are plain sampling's."""
@@ -188,6 +189,7 @@ def test_plain_sampling_passes_the_same_test(name):
     assert_chain_of(exact_transition(table_target(), warpers), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "cold top-k and top-p"])
 def test_a_markov_head_and_a_confidence_head_keep_the_distribution(name):
     """What is accepted against is the biased and filtered distribution that the drafts were drawn from."""
@@ -237,6 +239,7 @@ def test_sampled_chain_has_the_targets_transitions(name, kind):
     assert_chain_of(exact_transition(target, warpers), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
 @pytest.mark.parametrize("name", ["none", "cold top-k and top-p"])
 def test_processor_that_looks_at_the_prefix_keeps_the_distribution(name, kind):
@@ -254,6 +257,7 @@ def test_processor_that_looks_at_the_prefix_keeps_the_distribution(name, kind):
     assert_chain_of(exact_transition(target, warpers, bans=True), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_size", [2, 9])
 def test_short_long_and_shrinking_blocks_keep_the_distribution(block_size):
     """Also when every third block proposes fewer drafts, or none."""
@@ -264,6 +268,7 @@ def test_short_long_and_shrinking_blocks_keep_the_distribution(block_size):
         assert_chain_of(exact_transition(target, []), ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["none", "top-k", "cold top-k and top-p"])
 def test_drafts_are_accepted_as_often_as_they_can_be(name):
     """The first draft is accepted with probability sum(min(p, q)): a test that rejects more is slow, not lossy."""
@@ -295,6 +300,7 @@ def test_drafts_are_accepted_as_often_as_they_can_be(name):
             assert accepted == rounds
 
 
+@pytest.mark.slow
 def test_point_mass_drafter_does_not_bias_a_coin():
     """Probabilities 0.6 and 0.4, every draft is token 1: 10,000 tokens hold 40% of it, within three standard errors.
 
@@ -350,6 +356,7 @@ def test_drafts_are_drawn_and_judged_with_the_same_float32_probabilities(dtype, 
         assert ((probs > 0).sum(-1) == 3).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_chain_with_a_real_drafters_drafts(dtype):
     """Drafts from the network itself, in both precisions. https://github.com/deepseek-ai/DeepSpec/issues/31"""

@@ -51,6 +51,7 @@ def answers(target, drafter, tokenizer):
     return found
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_every_round_of_decoding_accepts_what_the_blocks_of_training_predict(target, drafter, answers):
     """The trained drafter, real texts: the slots that a training block gets right in front are the round's accepted

@@ -403,6 +403,7 @@ COMMAND = ["generate", *PAIR, "--prompt", "I need a cheap hotel.", "--threads", 
 SHORT = ["--max-new-tokens", "12"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--show-drafts"], ["--temperature", "1"]])
 def test_generate_writes_a_page_and_prints_what_it_prints_without(tmp_path, capsys, options):
     assert main([*COMMAND, *SHORT, *options]) == 0

@@ -282,6 +282,7 @@ def test_a_dry_run_prints_the_plan_takes_one_step_and_writes_nothing(hd, trained
 # ------------------------------------------------------------------------------------------------- how a run may end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -559,6 +560,7 @@ def stopped(trained, tmp_path) -> Path:
 SAME = {"eval_strategy": "steps", "eval_steps": 4, "seed": 7}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remains", ["no state", "nothing at all"])
 def test_a_checkpoint_that_was_cut_short_is_passed_over(hd, world, trained, stopped, remains):
     (stopped / "checkpoint-6" / "trainer_state.json").unlink()
@@ -600,6 +602,7 @@ def test_going_on_with_a_finished_run_makes_its_drafter_again(hd, world, trained
     assert (run / "final" / "model.safetensors").read_bytes() == (trained / "final/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "changes", "pattern"),
     [
@@ -730,6 +733,7 @@ def test_a_run_of_an_earlier_version_that_recorded_fewer_settings_is_resumed(hd,
     assert result.status == 0, result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["save_strategy=no"]])
 def test_a_finished_run_of_max_steps_is_not_trained_on(hd, tmp_path, more):
     """A cluster's requeued job runs the same command again."""
@@ -752,6 +756,7 @@ def test_several_gpus_in_one_process_are_refused(world, monkeypatch):
         train.make_trainer(args, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_full_disk_is_said_in_one_line_and_earlier_checkpoints_are_good(world, trained, tmp_path, file):
     """The disk is a limit on the size of files here, reached at step 6."""
@@ -1133,6 +1138,7 @@ def test_an_adapter_becomes_part_of_the_published_drafter(hd, trained, tmp_path)
     assert HyperDFlashModel.from_pretrained(run / "final").num_parameters() == facts["num_parameters"]
 
 
+@pytest.mark.slow
 def test_two_runs_of_an_adapter_with_one_seed_are_the_same(hd, trained, tmp_path):
     options = {"lora": {"r": 2}, "without": ["drafter"], "init_from": str(trained / "final")}
     weights = []

@@ -91,6 +91,7 @@ UNEVEN = (5, 12, 30, 3, 21, 8, 17, 4)
 HEADS = {"draft_head": "markov", "markov_rank": 8, "markov_gate": True, "draft_confidence": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
 @pytest.mark.parametrize(("batch_size", "accumulation"), [(8, 1), (4, 2), (2, 4), (1, 8)])
 def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, accumulation, heads):
@@ -111,6 +112,7 @@ def test_a_step_does_not_depend_on_how_its_batch_is_cut(tmp_path, batch_size, ac
     assert_same_weights(*(weights(t.model) for t in trainers), atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
 def test_logged_train_loss_is_the_evaluation_loss_of_the_same_samples(tmp_path, heads):
     """https://github.com/huggingface/transformers/issues/37766"""
@@ -155,6 +157,7 @@ def test_samples_of_other_lengths_in_the_batch_change_nothing(tmp_path):
         torch.testing.assert_close(together[i], sums([dataset[i]])[0], atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
 def test_a_batch_without_targets_adds_nothing_and_is_told_of(tmp_path, heads):
     """Alone, and inside an accumulation window.
@@ -233,6 +236,7 @@ def test_every_parameter_is_trained_and_the_target_is_none_of_them(tmp_path):
         assert torch.isfinite(parameter.grad).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("lora", [False, True])
 def test_activation_checkpointing_gives_the_same_gradients(tmp_path, reentrant, lora):
@@ -264,6 +268,7 @@ def test_a_loss_that_is_not_finite_stops_and_names_the_samples(tmp_path):
         trainer.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.0], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_stops_before_the_step_and_the_last_checkpoint_stays(
@@ -330,6 +335,7 @@ ADAMW = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [1, 3, 4])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop):
     """In the middle of an epoch and at its end (4 steps of 4 samples: 14 of them), with loader workers."""
@@ -345,6 +351,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, stop):
     assert_same_weights(weights(resumed.model), weights(whole.model), atol=0, rtol=0)
 
 
+@pytest.mark.slow
 def test_small_updates_survive_bf16_and_resuming(tmp_path):
     """Masters stay fp32 before saving, in the file and after resuming, and four resumes change nothing.
 
@@ -548,6 +555,7 @@ def test_lora_in_two_processes_with_activation_checkpointing_is_that_in_one(tmp_
 # ---------------------------------------------------------------------------------------------------------- evaluation
 
 
+@pytest.mark.slow
 def test_evaluation_keeps_sums_alone_and_repeats_itself(tmp_path):
     """Fixed anchors: twice the same figures, and training draws what it would have drawn without the evaluation.
 

@@ -113,6 +113,7 @@ def test_what_is_there_is_not_computed_again(recipe, target):
     assert features.write_all(folder, {}) == 0  # and vLLM is not even imported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["mark", "lengths", "nan", "dtype", "other data", "cut short"])
 def test_a_shard_that_is_not_the_planned_one_is_refused_by_name(recipe, target, capsys, problem):
     folder = recipe.parent / "features"
