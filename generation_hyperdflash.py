@@ -596,12 +596,13 @@ class _Loop:
         if self.drafter.verification == "token":
             ratio = _ratios(probs, draft_probs, drafts)
             num_accepted = (torch.rand_like(ratio) < ratio).cumprod(0).sum(0, keepdim=True)  # (1,)
-            row = probs.index_select(0, num_accepted)[0]
+            weight = 1.0
         else:
             chances, weights = block_verification(probs, draft_probs, drafts)
             ends = torch.arange(1, len(drafts) + 1, device=probs.device)
             num_accepted = (ends * (torch.rand_like(chances) < chances)).amax(0, keepdim=True)  # (1,)
-            row = (weights[:, None] * probs).index_select(0, num_accepted)[0]
+            weight = weights.index_select(0, num_accepted)
+        row = weight * probs.index_select(0, num_accepted)[0]
         rejected = draft_probs.index_select(0, num_accepted.clamp(max=len(drafts) - 1))[0]
         own = _sample_own(row, rejected * (num_accepted < len(drafts)))
         return torch.cat([drafts, num_accepted, own])

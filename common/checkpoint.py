@@ -197,11 +197,6 @@ def resolve_checkpoint(given: str | Path, revision: str | None = None) -> tuple[
     return repo, Path(path).parent.name  # the cache keeps files in a folder named for the commit
 
 
-def resolve_revision(target: str | Path, revision: str | None) -> str | None:
-    """The commit of a Hub id, None for a folder: see `resolve_checkpoint`."""
-    return resolve_checkpoint(target, revision)[1]
-
-
 @contextmanager
 def _open(path: Path):
     try:

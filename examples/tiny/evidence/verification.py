@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hyperdflash import HyperDFlashModel, encode_with_mask, generation_hyperdflash
 from hyperdflash.generation.mtp import load_mtp
-from hyperdflash.generation_hyperdflash import block_verification
+from hyperdflash.generation_hyperdflash import _ratios, block_verification
 
 TINY = Path(__file__).resolve().parents[1]
 NEW_TOKENS = 64
@@ -24,8 +24,7 @@ SAMPLING = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 def expected_drafts(probs: torch.Tensor, draft_probs: torch.Tensor, drafts: torch.LongTensor) -> tuple[float, float]:
     """Drafts kept on average, token by token and as a block; arguments as in `block_verification`."""
-    columns = drafts[:, None]
-    ratios = (probs[:-1].gather(1, columns) / draft_probs.gather(1, columns))[:, 0].clamp(max=1)
+    ratios = _ratios(probs, draft_probs, drafts).clamp(max=1)
     chances, _ = block_verification(probs, draft_probs, drafts)
     all_fail = (1 - chances).flip(0).cumprod(0).flip(0)  # that the prefix ends before draft i
     return float(ratios.cumprod(0).sum()), float((1 - all_fail).sum())
