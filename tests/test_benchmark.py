@@ -439,6 +439,7 @@ GRID = ("--modes", "non-thinking", "thinking", "--temperatures", "0", "1", "--se
 
 
 @pytest.mark.slow
+@pytest.mark.pictures
 def test_a_whole_run_writes_all_its_files(command, tmp_path, capsys):
     status, results = command(*GRID, methods=METHODS, prompts=("one.jsonl",), tokens="6")
     assert status == 0

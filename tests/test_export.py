@@ -305,6 +305,7 @@ def test_weights_with_a_wrappers_prefix_never_get_into_an_export(run, tmp_path, 
 # ------------------------------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.pictures
 def test_the_folder_is_complete_readable_by_all_and_without_pickles(exported):
     root, files = Path(__file__).resolve().parents[1], files_of(exported)
     assert set(files) == DRAFTER | {"training.png", "command.txt"}
@@ -321,6 +322,7 @@ def test_the_folder_is_complete_readable_by_all_and_without_pickles(exported):
     assert not [name for name, content in files.items() if b"/home/somebody" in content]
 
 
+@pytest.mark.pictures
 def test_the_same_checkpoint_gives_the_same_bytes(exported, run, tmp_path):
     assert files_of(export_drafter(run, tmp_path / "out")) == files_of(exported)
 
@@ -722,6 +724,7 @@ def test_the_picture_goes_on_behind_the_checkpoint_but_not_with_another_runs_log
     assert run_folder.read_run(checkpoint, run).history == log_history(4)
 
 
+@pytest.mark.pictures
 def test_a_long_log_with_gaps_and_nans_makes_a_small_picture(tmp_path):
     history = [{"step": i, "loss": float("nan") if i == 7 else 1.0 + i % 5} for i in range(20_000)]
     card.draw_history(tmp_path / "training.png", history)

@@ -343,6 +343,7 @@ def results_folder(path, rows, **environment):
     return str(path)
 
 
+@pytest.mark.pictures
 def test_plot_makes_one_table_and_small_pictures_of_several_folders(tmp_path, capsys):
     first = results_folder(tmp_path / "one", three_methods())
     second = results_folder(tmp_path / "two", [row("target-only", "a", 1.0, None), row("o:6", "a", 2.5, 3.5)])
@@ -415,6 +416,7 @@ def test_a_method_has_one_colour_in_all_pictures():
     assert list(styles) == labels
 
 
+@pytest.mark.pictures
 def test_legends_have_the_names_of_a_table(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(plot, "_finish", lambda figure: seen.append(figure.axes[0]) or b"")
