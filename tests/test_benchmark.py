@@ -33,7 +33,7 @@ from hyperdflash.common.checkpoint import TargetCheckpoint
 from hyperdflash.common.console import UsageError
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.demo import TINY
-from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
+from hyperdflash.generation.mtp import DeepseekV4MTP
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
@@ -59,7 +59,7 @@ def world(tmp_path_factory, target):
         shutil.copy(TINY / "target" / name, folder / "target")
     torch.manual_seed(3)
     (folder / "mtp").mkdir()
-    save_file(mtp_state_dict(DeepseekV4MTP(target.config)), folder / "mtp" / "model.safetensors")
+    save_file(DeepseekV4MTP(target.config).official_state_dict(), folder / "mtp" / "model.safetensors")
     tiny_drafter(target).save_pretrained(folder / "a" / "final")
     tiny_drafter(target, seed=2).save_pretrained(folder / "b" / "final")
     tiny_drafter(target, reducer="mean").save_pretrained(folder / "mean")

@@ -14,6 +14,7 @@ import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation.dspark import DeepseekV4DSpark
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 
 
@@ -113,6 +114,19 @@ def tiny_drafter(target, *, seed=1, **kwargs) -> HyperDFlashModel:
     """A random drafter in eval mode: real drafts, nearly all of them wrong."""
     torch.manual_seed(seed)
     return HyperDFlashModel(tiny_drafter_config(target, **kwargs)).eval()
+
+
+def tiny_dspark(target, *, block_size=5, target_layer_ids=None, num_stages=2, seed=2) -> DeepseekV4DSpark:
+    """A random DSpark module, which reads the last layers: real drafts, nearly all of them wrong."""
+    torch.manual_seed(seed)
+    number = target.config.num_hidden_layers
+    settings = {
+        "dspark_block_size": block_size,
+        "dspark_target_layer_ids": target_layer_ids or list(range(number))[-2:],
+        "dspark_noise_token_id": MASK_TOKEN_ID,
+        "dspark_markov_rank": 4,
+    }
+    return DeepseekV4DSpark(DeepseekV4Config(**{**target.config.to_dict(), **settings}), num_stages).eval()
 
 
 ALWAYS = 1000
