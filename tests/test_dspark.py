@@ -19,6 +19,7 @@ from tiny_v4 import (
     greedy,
     nightly,
     random_ids,
+    save_dspark,
     tiny_config,
     tiny_dspark,
     tiny_target,
@@ -29,16 +30,6 @@ from hyperdflash.generation.dspark import SETTINGS, load_dspark
 from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
 from hyperdflash.generation_hyperdflash import num_worth_verifying
 from hyperdflash.target_hyperdflash import ResidualTap
-
-
-def save(dspark, folder, *, dtype=torch.float32, **changes):
-    """The module alone, in the official naming, with its settings; `changes` replace tensors, or drop them (None)."""
-    tensors = {**dspark.official_state_dict(dtype), **changes}
-    folder.mkdir(exist_ok=True)
-    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
-    settings = {name: getattr(dspark.config, name) for name in SETTINGS}
-    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", **settings}))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -221,7 +212,7 @@ def test_a_module_has_the_names_of_deepseeks_checkpoints():
 @pytest.mark.parametrize("naming", ["official", "transformers"])
 def test_a_module_is_read_in_both_namings(tmp_path, naming):
     dspark = tiny_dspark(tiny_target(), num_stages=3, block_size=4)
-    save(dspark, tmp_path)
+    save_dspark(dspark, tmp_path)
     if naming == "transformers":
         own = {dspark.checkpoint_name(name): value.contiguous() for name, value in dspark.state_dict().items()}
         assert "mtp.1.self_attn.kv_proj.weight" in own
@@ -237,7 +228,7 @@ def test_a_module_is_read_in_both_namings(tmp_path, naming):
 
 def test_a_module_has_the_dtype_of_its_target_and_drafts_for_it(tmp_path):
     target = tiny_target()
-    save(tiny_dspark(target), tmp_path, dtype=torch.bfloat16)
+    save_dspark(tiny_dspark(target), tmp_path, dtype=torch.bfloat16)
     config = tiny_config(dtype="bfloat16")
     loaded = load_dspark(tmp_path, config)
     kinds = {name: tensor.dtype for name, tensor in loaded.named_parameters()}
@@ -261,7 +252,7 @@ def test_fp8_weights_are_dequantised_in_every_stage(tmp_path):
         shape = dspark.official_state_dict()[f"{name}.weight"].shape
         changes[f"{name}.weight"] = torch.randn(shape).to(torch.float8_e4m3fn)
         changes[f"{name}.scale"] = torch.full((1, 1), 0.25).to(torch.float8_e8m0fnu)
-    loaded = load_dspark(save(dspark, tmp_path, **changes), tiny_config())
+    loaded = load_dspark(save_dspark(dspark, tmp_path, **changes), tiny_config())
     assert torch.equal(loaded.main_proj.weight, changes["mtp.0.main_proj.weight"].float() / 4)
     kv = loaded.layers[1].self_attn.kv_proj.weight
     assert torch.equal(kv, changes["mtp.1.attn.wkv.weight"].float() / 4)
@@ -269,7 +260,7 @@ def test_fp8_weights_are_dequantised_in_every_stage(tmp_path):
 
 def test_settings_come_from_the_modules_own_config_and_else_from_the_targets(tmp_path):
     dspark = tiny_dspark(tiny_target(), block_size=3)
-    save(dspark, tmp_path)
+    save_dspark(dspark, tmp_path)
     theirs = tiny_config(**{name: getattr(dspark.config, name) for name in SETTINGS} | {"dspark_block_size": 5})
     assert load_dspark(tmp_path, theirs).max_drafts == 3
     (tmp_path / "config.json").unlink()
@@ -305,7 +296,7 @@ def test_settings_come_from_the_modules_own_config_and_else_from_the_targets(tmp
 def test_a_module_that_is_not_whole_is_refused_by_name_before_a_tensor_is_read(
     tmp_path, monkeypatch, changes, message
 ):
-    save(tiny_dspark(tiny_target()), tmp_path, **changes)
+    save_dspark(tiny_dspark(tiny_target()), tmp_path, **changes)
     monkeypatch.setattr("hyperdflash.generation.native._read", lambda *args: pytest.fail("read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         load_dspark(tmp_path, tiny_config())
@@ -313,12 +304,12 @@ def test_a_module_that_is_not_whole_is_refused_by_name_before_a_tensor_is_read(
 
 def test_copies_of_the_targets_embedding_and_head_are_left_alone(tmp_path):
     copies = {"mtp.0.emb.tok_emb.weight": torch.ones(2), "mtp.1.head.weight": torch.ones(2)}
-    load_dspark(save(tiny_dspark(tiny_target()), tmp_path, **copies), tiny_config())
+    load_dspark(save_dspark(tiny_dspark(tiny_target()), tmp_path, **copies), tiny_config())
 
 
 def test_each_module_names_the_other_and_its_loader(tmp_path):
     target = tiny_target()
-    save(tiny_dspark(target), tmp_path / "dspark")
+    save_dspark(tiny_dspark(target), tmp_path / "dspark")
     (tmp_path / "mtp").mkdir()
     save_file(DeepseekV4MTP(target.config).official_state_dict(), tmp_path / "mtp" / "model.safetensors")
     with pytest.raises(ValueError, match=r"carries a DSpark module under mtp\.\*.*preview checkpoint.*load_dspark"):
@@ -349,7 +340,7 @@ def test_more_drafts_than_the_block_has_are_refused_with_the_number():
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path, change, message):
-    save(tiny_dspark(tiny_target()), tmp_path)
+    save_dspark(tiny_dspark(tiny_target()), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ValueError, match=re.escape(message)):
