@@ -54,8 +54,8 @@ _OFFICIAL_NAMES = {
     "hc_head.hc_": "hc_head_",
 }
 _EXPERTS = re.compile(r"(?P<stem>mtp\.\d+\.)mlp\.experts\.(?P<part>gate_up_proj|down_proj)")
-# A checkpoint may repeat the target's embedding and head in here
-_COPIES = re.compile(r"mtp\.\d+\.(emb\.tok_emb|head)\.weight")
+# Not needed here: copies of the target's embedding and head, and the router's bias for image tokens
+_LEFT_ALONE = re.compile(r"mtp\.\d+\.(emb\.tok_emb\.weight|head\.weight|ffn\.gate\.bias_vl)")
 _PACKED = ("I8", "U8")  # two FP4 values a byte
 
 
@@ -212,7 +212,7 @@ def _check_names(needed: Collection[str], files: Collection[str], what: str) -> 
     known = {*needed, *(_scale(name, files) for name in needed)}
     prefixes = tuple({".".join(name.split(".", 2)[:2]) + "." for name in needed})  # not those of a second module
     extra = sorted(name for name in files if name.startswith(prefixes) and name not in known)
-    if extra := [name for name in extra if not _COPIES.fullmatch(name)]:
+    if extra := [name for name in extra if not _LEFT_ALONE.fullmatch(name)]:
         names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
         raise ValueError(f"{what} has tensors of another architecture: {names}")
 

@@ -282,7 +282,7 @@ def test_settings_come_from_the_modules_own_config_and_else_from_the_targets(tmp
         ({"mtp.0.main_norm.weight": None}, "incomplete: there is no tensor named mtp.0.main_norm.weight"),
         ({"mtp.1.ffn.experts.3.w2.weight": None}, "there is no tensor named mtp.1.ffn.experts.3.w2.weight"),
         ({"mtp.0.attn.indexer.wq_b.weight": torch.ones(2)}, "another architecture: mtp.0.attn.indexer.wq_b.weight"),
-        ({"mtp.1.ffn.gate.bias_vl": torch.ones(2)}, "tensors of another architecture: mtp.1.ffn.gate.bias_vl"),
+        ({"mtp.1.markov_head.embed.weight": torch.ones(2)}, "another architecture: mtp.1.markov_head.embed.weight"),
         (
             {"mtp.0.main_proj.weight": torch.ones(32, 96)},
             "target's config: mtp.0.main_proj.weight is (32, 96), expected (32, 64)",
@@ -302,9 +302,10 @@ def test_a_module_that_is_not_whole_is_refused_by_name_before_a_tensor_is_read(
         load_dspark(tmp_path, tiny_config())
 
 
-def test_copies_of_the_targets_embedding_and_head_are_left_alone(tmp_path):
-    copies = {"mtp.0.emb.tok_emb.weight": torch.ones(2), "mtp.1.head.weight": torch.ones(2)}
-    load_dspark(save_dspark(tiny_dspark(tiny_target()), tmp_path, **copies), tiny_config())
+def test_copies_of_embedding_and_head_and_the_bias_for_images_are_left_alone(tmp_path):
+    names = ("mtp.0.emb.tok_emb.weight", "mtp.1.head.weight", "mtp.0.ffn.gate.bias_vl")
+    others = {name: torch.ones(2) for name in names}
+    load_dspark(save_dspark(tiny_dspark(tiny_target()), tmp_path, **others), tiny_config())
 
 
 def test_each_module_names_the_other_and_its_loader(tmp_path):
