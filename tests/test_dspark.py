@@ -269,6 +269,28 @@ def test_settings_come_from_the_modules_own_config_and_else_from_the_targets(tmp
         load_dspark(tmp_path, tiny_config())
 
 
+def test_of_a_hub_id_only_the_files_with_the_module_are_fetched(tmp_path, monkeypatch):
+    dspark, fetched = tiny_dspark(tiny_target()), []
+    save_dspark(dspark, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "b.safetensors")
+    names = {**dict.fromkeys(dspark.official_state_dict(), "b.safetensors"), "embed.weight": "a.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+    class OnTheHub:
+        def __init__(self, name, revision):
+            assert (name, revision) == ("org/target", None)
+            self.name, self.files = name, names
+
+        def file(self, name):
+            fetched.append(name)
+            return tmp_path / name
+
+    monkeypatch.setattr("hyperdflash.generation.native.TargetCheckpoint", OnTheHub)
+    loaded = load_dspark("org/target", tiny_config())
+    assert fetched == ["b.safetensors"]
+    assert torch.equal(loaded.main_proj.weight, dspark.main_proj.weight)
+
+
 # ------------------------------------------------------------------------------------------------------------ refusals
 
 
