@@ -5,6 +5,7 @@ That its layers compute what vLLM's do is shown in `serving/tests/test_dspark.py
 
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -21,9 +22,11 @@ from tiny_v4 import (
     random_ids,
     save_dspark,
     tiny_config,
+    tiny_drafter,
     tiny_dspark,
     tiny_target,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from hyperdflash.generation.dspark import SETTINGS, load_dspark
@@ -185,6 +188,39 @@ def test_sampling_is_seeded_and_stops_where_it_should():
     eos = int(greedy(target, random_ids(6), 8)[0, 9])
     stopped = greedy(target, random_ids(6), 8, assistant_model=dspark, eos_token_id=eos)
     assert stopped.tolist() == greedy(target, random_ids(6), 8, eos_token_id=eos).tolist()
+
+
+class Outside(TorchDispatchMode):
+    """Counts tensor operations that no forward of the two models does: those of the loop and of `propose`."""
+
+    def __init__(self, target, drafter):
+        super().__init__()
+        self.number, self.depth = 0, 0
+        for module in (target, target.model.embed_tokens, target.lm_head, drafter, drafter.markov_head):
+            module.register_forward_pre_hook(lambda *args: self.step(1))
+            module.register_forward_hook(lambda *args: self.step(-1))
+
+    def step(self, by):
+        self.depth += by
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += not self.depth
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_round_does_no_more_outside_the_forwards_than_one_of_a_drafter_with_a_head():
+    counts = {}
+    for make in (tiny_dspark, partial(tiny_drafter, block_size=6, draft_head="markov", markov_rank=4)):
+        target = tiny_target((SLIDING,))
+        drafter, calls = make(target), []
+        for max_new_tokens in (4, 12):  # the longer call less the shorter one: rounds alone
+            with Outside(target, drafter) as outside:
+                options = {"assistant_model": drafter, "num_assistant_tokens": 5, "return_dict_in_generate": True}
+                out = greedy(target, random_ids(9), max_new_tokens, **options)
+            calls.append((outside.number, len(out.speculation.num_drafts)))
+        (short, few), (long, many) = calls
+        counts[type(drafter).__name__] = (long - short) / (many - few)
+    assert 20 < counts["DeepseekV4DSpark"] <= counts["HyperDFlashModel"]
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
