@@ -240,8 +240,8 @@ class HyperDFlashAssistant:
     def propose(self, request: DraftRequest, choose: Callable[[torch.Tensor], torch.LongTensor]) -> None:
         """Hand the logits of the next drafts `(n, V)` to `choose`, in order, until at most `num_drafts` are chosen.
 
-        `choose` writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs. How many are
-        proposed may depend on anything but the drafts themselves: that would change what sampling draws.
+        `choose` writes the drafts down and returns their ids `(n,)`, which a sequential drafter needs. Whether a draft
+        is proposed may depend on anything but itself and those behind it: that would change what sampling draws.
         """
         if self.markov_head is None and self.confidence_head is None:
             choose(self.draft(request))

@@ -17,6 +17,7 @@ from .common.options import (
     add_sampling,
     at_least,
     check_effort,
+    check_own_drafter,
     check_sampling,
     temperature,
 )
@@ -28,6 +29,7 @@ NUM_BUILT_IN_PROMPTS = 6
 EXPORT_FORMATS = ("hf", "vllm")
 
 TARGET, DRAFTER = "folder or Hub id of a DeepSeek-V4", "folder or Hub id of its drafter"
+OWN = "mtp or dspark for the one in the target's checkpoint"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -73,7 +75,9 @@ def _generate(commands) -> None:
         check=_check_generate,
     )
     parser.add_argument("target", metavar="TARGET", help=TARGET)
-    parser.add_argument("drafter", metavar="DRAFTER", nargs="?", help=f"{DRAFTER}; without one, plain decoding")
+    parser.add_argument(
+        "drafter", metavar="DRAFTER", nargs="?", help=f"{DRAFTER}, or {OWN}; without one, plain decoding"
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", help="one user message")
     source.add_argument("--prompt-file", type=Path, metavar="FILE", help="a text file with one user message")
@@ -111,6 +115,7 @@ def _check_generate(args: argparse.Namespace) -> None:
         raise UsageError("--mode, --effort and --generation belong to the chat encoding, which --raw leaves out")
     if args.trace is not None and not args.trace.is_dir() and args.trace.suffix not in (".html", ".htm"):
         raise UsageError(f"--trace writes an HTML page: name a file that ends in .html, not {args.trace}")
+    check_own_drafter(args)
     check_effort(args, [args.mode])
     check_sampling(args)
 
@@ -137,10 +142,10 @@ def _check(commands) -> None:
         help="find out why a drafter accepts little",
         description="Go through the known causes of a drafter that accepts little or nothing, mostly by experiment on "
         "texts that the target writes. Exit status 3 when a cause was found.",
-        check=lambda args: check_effort(args, [args.mode]),
+        check=_check_check,
     )
     parser.add_argument("target", metavar="TARGET", help=TARGET)
-    parser.add_argument("drafter", metavar="DRAFTER", help=DRAFTER)
+    parser.add_argument("drafter", metavar="DRAFTER", help=f"{DRAFTER}, or {OWN}")
     parser.add_argument(
         "--prompts",
         metavar="FILE",
@@ -161,6 +166,11 @@ def _check(commands) -> None:
     parser.set_defaults(run="check.check")
 
 
+def _check_check(args: argparse.Namespace) -> None:
+    check_own_drafter(args)
+    check_effort(args, [args.mode])
+
+
 def _benchmark(commands) -> None:
     parser = commands.add_parser(
         "benchmark",
@@ -176,10 +186,10 @@ def _benchmark(commands) -> None:
         required=True,
         metavar="METHOD",
         help="name:N[=CHECKPOINT[,CHECKPOINT...]], N drafts per round: target-only (always measured), "
-        "prompt-lookup:N, mtp:N (the target's own module, or a checkpoint's), hyperdflash:N=, dflash:N=, mean:N=, "
-        "fc:N=, and with heads hyperdflash+markov:N=, hyperdflash+markov+confidence:N=, mean+markov:N=, "
-        "dspark-like:N=. Checkpoints are folders or Hub ids (id@revision); several are one method trained with "
-        "several seeds",
+        "prompt-lookup:N, mtp:N and dspark:N (the target's own module, or a checkpoint's), hyperdflash:N=, "
+        "dflash:N=, mean:N=, fc:N=, and with heads hyperdflash+markov:N=, hyperdflash+markov+confidence:N=, "
+        "mean+markov:N=, dspark-like:N=. Checkpoints are folders or Hub ids (id@revision); several are one method "
+        "trained with several seeds",
     )
     parser.add_argument(
         "--datasets",

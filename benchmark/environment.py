@@ -23,7 +23,14 @@ SOURCES = Path(__file__).resolve().parents[1]
 
 
 # Besides the closure, the code that figures depend on: the assistants and how calls are timed.
-MEASURING = ("benchmark/methods.py", "benchmark/timing.py", "generation/comparison.py", "generation/mtp.py")
+MEASURING = (
+    "benchmark/methods.py",
+    "benchmark/timing.py",
+    "generation/comparison.py",
+    "generation/dspark.py",
+    "generation/mtp.py",
+    "generation/native.py",
+)
 CPU_INFO = Path("/proc/cpuinfo")
 
 

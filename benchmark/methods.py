@@ -3,6 +3,7 @@
     target-only                          plain decoding, always measured
     prompt-lookup:6                      transformers' own, drafting from the prompt
     mtp:3  mtp:6=FOLDER                  DeepSeek-V4's native MTP module, the target's own or another one
+    dspark:5  dspark:5=FOLDER            DeepSeek's DSpark module, which newer checkpoints have instead
     hyperdflash:6=A,B,C  dflash:6=D      a drafter; A, B and C are the same method trained with several seeds
     hyperdflash+markov:6=A               one with heads: also mean+markov, dspark-like (tapped layers)
     hyperdflash+markov+confidence:6=A    the same with its confidence head, which the line above does not use
@@ -14,22 +15,15 @@ import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from ..common.checkpoint import (
-    TargetCheckpoint,
-    check_drafter_type,
-    file_in,
-    load_drafter,
-    resolve_checkpoint,
-    tensor_files,
-)
+from ..common.checkpoint import TargetCheckpoint, check_drafter_type, load_drafter, resolve_checkpoint
 from ..common.console import UsageError
 from ..configuration_hyperdflash import HyperDFlashConfig
-from ..generation.mtp import PREFIX, check_mtp_names, load_mtp
+from ..generation.native import DSPARK, MTP, module_folder, module_shards
+from ..generation.own_drafter import check_native, find_own_drafter, load_native
 from ..pairing_hyperdflash import check_shapes
 
 CONFIDENCE = "+confidence"  # in a method's name; without it, a confidence head is not used
@@ -46,8 +40,9 @@ DRAFTERS = {
     "hyperdflash+markov": {**_PATHS, "reducer": "hc_gate", **_MARKOV},
     "hyperdflash+markov+confidence": {**_PATHS, "reducer": "hc_gate", **_MARKOV, "draft_confidence": True},
 }
-TARGET_ONLY, PROMPT_LOOKUP, MTP = "target-only", "prompt-lookup", "mtp"
-NAMES = (TARGET_ONLY, PROMPT_LOOKUP, MTP, *DRAFTERS)
+TARGET_ONLY, PROMPT_LOOKUP = "target-only", "prompt-lookup"
+NATIVE = (MTP, DSPARK)  # of the target's own checkpoint, or of another
+NAMES = (TARGET_ONLY, PROMPT_LOOKUP, *NATIVE, *DRAFTERS)
 _SYNTAX = re.compile(r"(?P<name>[^:=]+)(:(?P<number>[^=]*))?(=(?P<checkpoints>.*))?")
 
 
@@ -58,8 +53,8 @@ class Method:
     Attributes:
         label (`str`): `name:N`, with its checkpoints in brackets if the same `name:N` is given more than once.
         name (`str`), num_drafts (`int`): the parts of `name:N`; 0 drafts for plain decoding.
-        checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own MTP module.
-            `find_checkpoints` puts a `Checkpoint` in the place of each, and of the target's own MTP module.
+        checkpoints (`tuple[str]`): as typed; none for plain decoding, prompt lookup and the target's own module.
+            `find_checkpoints` puts a `Checkpoint` in the place of each, and of the target's own module.
     """
 
     label: str
@@ -166,10 +161,10 @@ class Checkpoint:
     """A checkpoint of `--methods`, found once; its weights are loaded later.
 
     Attributes:
-        label (`str`, *optional*): what the results call it; None for the target's own MTP module.
+        label (`str`, *optional*): what the results call it; None for the target's own MTP or DSpark module.
         name (`str`), revision (`str`, *optional*): a folder and None, or a Hub id and its commit.
-        config (`HyperDFlashConfig`, *optional*): a drafter's; None for an MTP module.
-        folder (`Path`, *optional*): with the files of a local drafter, or those of any MTP module.
+        config (`HyperDFlashConfig`, *optional*): a drafter's; None for an MTP or DSpark module.
+        folder (`Path`, *optional*): with the files of a local drafter, or those of any MTP or DSpark module.
         files (`tuple[Path]`): what the results of a local one depend on.
     """
 
@@ -190,14 +185,14 @@ def find_checkpoints(methods: list[Method], target: TargetCheckpoint) -> list[Me
     """The methods with a `Checkpoint` for each name: configurations and names of tensors are read, no weights.
 
     Raises `ValueError` for a drafter of another method, with fewer drafts per round, or made for a target of other
-    shapes, and where there is no MTP module; `OSError` where there is no checkpoint at all.
+    shapes, and where there is no such module; `OSError` where there is no checkpoint at all.
     """
     labels = checkpoint_labels([name for method in methods for name in method.checkpoints])
     found = []
     for method in methods:
         checkpoints = tuple(_find(method, name, labels[name], target) for name in method.checkpoints)
-        if method.name == MTP and not checkpoints:
-            checkpoints = (_own_mtp(target),)
+        if method.name in NATIVE and not checkpoints:
+            checkpoints = (_own(method, target),)
         found.append(replace(method, checkpoints=checkpoints))
     return found
 
@@ -210,11 +205,9 @@ def _find(method: Method, typed: str, label: str, target: TargetCheckpoint) -> C
         # Of a branch, the commit: configuration and weights are read at different times
         name, revision = resolve_checkpoint(typed)
         folder, files = None, ()
-    if method.name == MTP:
-        if folder is None:
-            folder = _mtp_folder(TargetCheckpoint(name, revision))
-        else:  # which may hold the module alone, without a config.json
-            check_mtp_names(tensor_files(partial(file_in, folder), typed), typed)
+    if method.name in NATIVE:
+        folder = module_folder(method.name, name if folder is None else typed, revision)
+        check_native(method.name, folder, target.config, method.num_drafts, typed)
         return Checkpoint(label, name, revision, folder=folder, files=files)
     check_drafter_type(name, revision)
     config = HyperDFlashConfig.from_pretrained(name, revision=revision)
@@ -223,23 +216,10 @@ def _find(method: Method, typed: str, label: str, target: TargetCheckpoint) -> C
     return Checkpoint(label, name, revision, config, folder, files)
 
 
-def _own_mtp(target: TargetCheckpoint) -> Checkpoint:
-    folder = _mtp_folder(target)
-    files = () if target.folder is None else tuple(folder / shard for shard in _mtp_shards(target))
+def _own(method: Method, target: TargetCheckpoint) -> Checkpoint:
+    folder = find_own_drafter(method.name, target, method.num_drafts)
+    files = () if target.folder is None else tuple(folder / shard for shard in module_shards(target))
     return Checkpoint(None, target.name, target.revision, folder=folder, files=files)
-
-
-def _mtp_folder(repository: TargetCheckpoint) -> Path:
-    """The folder with the files that hold `mtp.0.*`; of a Hub id these files alone are fetched.
-
-    Raises `ValueError` as `check_mtp_names` does, before any weight is read.
-    """
-    check_mtp_names(repository.files, repository.name)
-    return [repository.file(shard) for shard in _mtp_shards(repository)][0].parent
-
-
-def _mtp_shards(repository: TargetCheckpoint) -> list[str]:
-    return sorted({file for name, file in repository.files.items() if name.startswith(PREFIX)})
 
 
 def _check_drafter(method: Method, checkpoint: str, config: HyperDFlashConfig) -> None:
@@ -275,7 +255,7 @@ def content_hash(files: Iterable[Path]) -> str:
 def load_variants(methods: list[Method], target: torch.nn.Module, dtype: str) -> list[Variant]:
     """What is measured, in order, with the methods of `find_checkpoints`. What several of them name is loaded once.
 
-    Raises `ValueError` and `OSError` as `load_drafter` and `load_mtp` do.
+    Raises `ValueError` and `OSError` as `load_drafter`, `load_mtp` and `load_dspark` do.
     """
     # One MTP module serves several `mtp:N`: it is loaded with the most drafts that any of them needs
     most = max((method.num_drafts for method in methods if method.name == MTP), default=0)
@@ -283,8 +263,8 @@ def load_variants(methods: list[Method], target: torch.nn.Module, dtype: str) ->
     for method in methods:
         for checkpoint in method.checkpoints:
             key = _key(method, checkpoint)
-            if method.name == MTP and key not in loaded:
-                loaded[key] = load_mtp(checkpoint.folder, target.config, most).to(target.device)
+            if method.name in NATIVE and key not in loaded:
+                loaded[key] = load_native(method.name, checkpoint.folder, target.config, most).to(target.device)
             elif key not in loaded:
                 loaded[key] = load_drafter(checkpoint.name, checkpoint.revision, dtype, target)
                 if not method.name.endswith(CONFIDENCE):
@@ -297,7 +277,8 @@ def load_variants(methods: list[Method], target: torch.nn.Module, dtype: str) ->
 
 def _key(method: Method, checkpoint: Checkpoint) -> tuple:
     """The same where the same model is to be loaded."""
-    return method.name == MTP, method.name.endswith(CONFIDENCE), _resolved(checkpoint.name), checkpoint.revision
+    kind = method.name if method.name in NATIVE else method.name.endswith(CONFIDENCE)
+    return kind, _resolved(checkpoint.name), checkpoint.revision
 
 
 def _options(method: Method, assistant: torch.nn.Module | None) -> dict:

@@ -29,7 +29,7 @@ class Clock:
 
     Args:
         target: the target.
-        drafter (*optional*): a HyperDFlash drafter or an MTP module; None for plain decoding.
+        drafter (*optional*): a HyperDFlash drafter, or an MTP or DSpark module; None for plain decoding.
 
     Attributes (lists have one entry per step, which runs from the end of a target's forward to the end of the next):
         step_s, verify_s, draft_s, outside_s (`list[float]`): the whole step, and in it the target's forward, the

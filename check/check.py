@@ -2,6 +2,7 @@
 
     hyperdflash check examples/tiny/target examples/tiny/drafter --threads 1  # half a minute on a CPU
     hyperdflash check TARGET DRAFTER --prompts train.jsonl --json             # also looks at given answers
+    hyperdflash check TARGET mtp             # or dspark: the drafter in the target's own checkpoint, by decoding alone
 
 Goes through the known causes, one line each. A cause may hide those after it, so the first FAIL is the one to fix.
 Most are found by experiments on texts that the target itself writes (`experiments.py`). Exit status 0 if nothing worse
@@ -11,7 +12,7 @@ than a warning was found, 3 if a cause was found, 1 after an error and 2 for wro
 import argparse
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 
 from ..benchmark.prompt_sets import history_and_turns
 from ..common.checkpoint import (
+    TargetCheckpoint,
     check_device_map,
     check_target,
     encoding_mismatch,
@@ -36,10 +38,12 @@ from ..common.checkpoint import (
 )
 from ..common.console import UsageError
 from ..common.data_files import read_rows
+from ..common.options import OWN_DRAFTERS
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import check_options, encode_messages, encode_with_mask
 from ..generation.comparison import TIE_GAPS, first_difference
 from ..generation.demo import PROMPTS
+from ..generation.own_drafter import find_own_drafter, load_native
 from ..generation_hyperdflash import DraftRequest, SpeculativeStats
 from ..pairing_hyperdflash import check_pair, check_shapes, compare_fingerprint
 from .experiments import MASK, MIN_BLOCKS, MIN_GAIN, OUTPUT, POSITIONS, SETTINGS, STATE, Pair
@@ -84,19 +88,26 @@ class Finding(NamedTuple):
 # -------------------------------------------------------------------------------------------------------------- checks
 
 
-def check_weights(pair: Pair) -> Finding:
-    """All weights are finite, and the rotary frequencies are in fp32."""
+def check_finite(pair: Pair) -> Finding:
+    """All weights are finite."""
     bad = [name for name, tensor in pair.drafter.named_parameters() if not tensor.isfinite().all()]
     if bad:
         fix = "the training diverged or the file is damaged; take an earlier checkpoint"
         return Finding("weights", FAIL, f"{', '.join(bad[:5])} hold NaN or infinite values", fix, is_last=True)
+    return Finding("weights", OK, f"{pair.drafter.num_parameters():,} parameters, all finite")
+
+
+def check_weights(pair: Pair) -> Finding:
+    """All weights are finite, and the rotary frequencies are in fp32."""
+    finite = check_finite(pair)
+    if finite.status == FAIL:
+        return finite
     wanted = Qwen3RotaryEmbedding(pair.config).inv_freq
     found = pair.drafter.rotary_emb.inv_freq
     if not torch.allclose(found.float().cpu(), wanted.float(), rtol=1e-4, atol=0):
         fix = "load it with from_pretrained(dtype=...) instead of casting it, which leaves them in fp32"
         return Finding("weights", FAIL, f"the rotary frequencies are not exact ({found.dtype})", fix)
-    number = pair.drafter.num_parameters()
-    return Finding("weights", OK, f"{number:,} parameters, all finite; rotary frequencies in fp32")
+    return Finding("weights", OK, f"{finite.text}; rotary frequencies in fp32")
 
 
 def check_trained(pair: Pair) -> Finding:
@@ -256,6 +267,19 @@ def check_acceptance(pair: Pair) -> Finding:
     return found(OK, text)
 
 
+def check_own_acceptance(pair: Pair) -> Finding:
+    """Real decoding with the drafter in the target's own checkpoint."""
+    decoded = decoded_rounds(pair)
+    rates = by_position(decoded.per_position_acceptance_rates)
+    text, figures = f"tau {decoded.acceptance_length:.2f} in decoding{rates}", {"decoding": decoded.to_dict()}
+    if decoded.accepted_drafts < POOR:
+        fix = "take the target and its module from one checkpoint, and its config.json too"
+        return Finding(
+            "acceptance", FAIL, f"the module is poor on the target's own texts: {text}", fix, False, figures
+        )
+    return Finding("acceptance", OK, text, figures=figures)
+
+
 def by_position(rates: list[float]) -> str:
     return f" (by position {' '.join(f'{rate:.2f}' for rate in rates)})" if rates else ""
 
@@ -340,6 +364,10 @@ CHECKS = (
 )
 
 
+# A drafter in the target's own checkpoint has no training and no settings here that experiments could find wrong
+OWN_CHECKS = (check_finite, check_lossless, check_own_acceptance)
+
+
 def examine(pair: Pair) -> Iterator[Finding]:
     """The findings of all checks. A cause may hide those after it, so the first FAIL is the one to fix.
 
@@ -352,7 +380,12 @@ def examine(pair: Pair) -> Iterator[Finding]:
         yield Finding("shapes", FAIL, text, fix, is_last=True)
         return
     yield Finding("shapes", OK, "vocabulary, width, paths and layers are the target's")
-    for check in CHECKS:
+    yield from run_checks(CHECKS, pair)
+
+
+def run_checks(checks: Iterable[Callable[[Pair], Finding]], pair: Pair) -> Iterator[Finding]:
+    """The findings, up to the last one that can be had."""
+    for check in checks:
         finding = check(pair)
         yield finding
         if finding.is_last:
@@ -371,7 +404,8 @@ def run(args: argparse.Namespace) -> int:
     check_device_map(args.device_map)
     # Before anything is judged: a mistyped name or revision is not a reason why a drafter accepts little
     args.target, args.target_revision = resolve_checkpoint(args.target, args.target_revision)
-    args.drafter, args.drafter_revision = resolve_checkpoint(args.drafter, args.drafter_revision)
+    if args.drafter not in OWN_DRAFTERS:
+        args.drafter, args.drafter_revision = resolve_checkpoint(args.drafter, args.drafter_revision)
     check_types(args)
     chats = read_chats(args.prompts, args.num_prompts)
     if args.threads is not None:
@@ -398,6 +432,9 @@ def run(args: argparse.Namespace) -> int:
 def check_types(args: argparse.Namespace) -> None:
     """Raises `UsageError` unless the two names are a target's and a drafter's in this order."""
     names = {"target": (args.target, args.target_revision), "drafter": (args.drafter, args.drafter_revision)}
+    if args.drafter in OWN_DRAFTERS:
+        check_target(*names["target"])
+        return
     types = {}
     for role, (name, revision) in names.items():
         types[role] = PreTrainedConfig.get_config_dict(name, revision=revision)[0].get("model_type")
@@ -412,12 +449,17 @@ def check_types(args: argparse.Namespace) -> None:
 def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -> Iterator[Finding]:
     """The findings; a drafter that cannot be loaded is the only one then."""
     errors = (StrictDataclassError, ValueError, OSError)
+    is_own, encoding = args.drafter in OWN_DRAFTERS, {}
     try:  # what can be said before the target is loaded
-        config = HyperDFlashConfig.from_pretrained(args.drafter, revision=args.drafter_revision)
+        if is_own:
+            folder = find_own_drafter(args.drafter, TargetCheckpoint(args.target, args.target_revision))
+        else:
+            config = HyperDFlashConfig.from_pretrained(args.drafter, revision=args.drafter_revision)
+            encoding = config.encoding or {}
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error.__cause__ or error).split()))
         return
-    generation = args.generation or (config.encoding or {}).get("generation", "preview")
+    generation = args.generation or encoding.get("generation", "preview")
     encoding = {"mode": args.mode, "effort": args.effort, "generation": generation}
     try:
         check_options(**encoding)
@@ -428,26 +470,31 @@ def find(args: argparse.Namespace, chats: list[tuple[list[dict], list[dict]]]) -
     prompts, given = encode_chats(chats, tokenizer, encoding, limit)
     target = load_target_model(args.target, args.target_revision, args.dtype, args.device_map)
     try:
-        drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
+        if is_own:
+            drafter = load_native(args.drafter, folder, target.config).to(target.device)
+        else:
+            drafter = load_drafter(args.drafter, args.drafter_revision, args.dtype, target)
     except UsageError:  # of the options, not of the pair
         raise
     except errors as error:
         yield Finding("loading", FAIL, " ".join(str(error).split()))
         return
-    drafter.confidence_head = None  # all slots are judged, also those that it would not verify
-    yield Finding("loading", OK, "the drafter's tensors are those of its config")
-    yield from examine(
-        Pair(
-            target,
-            drafter,
-            prompts,
-            given,
-            special_ids=tokenizer.get_added_vocab(),
-            mode=args.mode,
-            generation=generation,
-            max_new_tokens=args.max_new_tokens,
-        )
+    pair = Pair(
+        target,
+        drafter,
+        prompts,
+        given,
+        special_ids=tokenizer.get_added_vocab(),
+        mode=args.mode,
+        generation=generation,
+        max_new_tokens=args.max_new_tokens,
     )
+    yield Finding("loading", OK, "the drafter's tensors are those of its config")
+    if is_own:
+        yield from run_checks(OWN_CHECKS, pair)
+    else:
+        drafter.confidence_head = None  # all slots are judged, also those that it would not verify
+        yield from examine(pair)
 
 
 def read_chats(file: str | None, number: int) -> list[tuple[list[dict], list[dict]]]:

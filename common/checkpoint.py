@@ -96,8 +96,8 @@ class TargetCheckpoint:
         self.files = tensor_files(self.file, self.name, self.open)
         if any(name.startswith("mtp.0.main_proj") for name in self.files) or "dspark_block_size" in raw:
             logger.warning(
-                f"{self.name} carries DSpark under mtp.0..2, so it lacks the native MTP module (method mtp, which the "
-                "preview checkpoint has). It serves as a target all the same: mtp.* is not read"
+                f"{self.name} carries DSpark under mtp.* (method dspark), so it lacks the native MTP module (method "
+                "mtp), which the preview checkpoint has. It serves as a target all the same"
             )
 
     def file(self, name: str) -> Path:
@@ -378,7 +378,7 @@ def encoding_mismatch(config: PreTrainedConfig | None, mode: str, generation: st
     A drafter accepts less in a mode or generation of the chat encoding that it never saw.
 
     Args:
-        config: the drafter's; an assistant without `encoding` in its config (an MTP module) is never told apart.
+        config: the drafter's; an assistant without `encoding` in its config (MTP, DSpark) is never told apart.
         mode, generation: of the prompts, as in `encode_with_mask`.
     """
     trained = getattr(config, "encoding", None) or {}

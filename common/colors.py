@@ -6,7 +6,7 @@ Okabe and Ito's colours and some of Tol's, which colour-blind eyes tell apart.
 import re
 
 BLUE, SKY, GREEN, ORANGE, VERMILION, PINK = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
-GREY, WINE, INDIGO, OLIVE, SAND = "#7f7f7f", "#882255", "#332288", "#999933", "#ddcc77"
+GREY, WINE, INDIGO, OLIVE, SAND, TEAL = "#7f7f7f", "#882255", "#332288", "#999933", "#ddcc77", "#44aa99"
 TRAINED_MTP = "mtp, another checkpoint"
 OF_METHODS = {
     "hyperdflash": BLUE,
@@ -17,6 +17,7 @@ OF_METHODS = {
     "hyperdflash+markov+confidence": INDIGO,
     "mean+markov": SAND,
     "dspark-like": PINK,
+    "dspark": TEAL,
     "mtp": WINE,
     TRAINED_MTP: VERMILION,
     "prompt-lookup": OLIVE,

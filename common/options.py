@@ -19,6 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 CONTEXT_SOURCES = ("pre_hc_head", "hidden_layers")
 REDUCERS = ("hc_gate", "fc", "mean")
 DRAFT_HEADS = ("none", "markov")
+# What generation/native.py says: a drafter inside the target's own checkpoint, named in the place of a folder
+OWN_DRAFTERS = ("mtp", "dspark")
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -189,6 +191,14 @@ def check_effort(args: argparse.Namespace, modes: list[str]) -> None:
         else:
             return
     raise UsageError(str(errors[0])) from errors[0]
+
+
+def check_own_drafter(args: argparse.Namespace) -> None:
+    """Raises `UsageError` for a revision of a drafter that is in the target's checkpoint."""
+    if args.drafter in OWN_DRAFTERS and args.drafter_revision is not None:
+        raise UsageError(
+            f"{args.drafter} is in the target's checkpoint: give --target-revision, not --drafter-revision"
+        )
 
 
 def check_sampling(args: argparse.Namespace) -> None:

@@ -1,1 +1,1 @@
-"""Decoding from the command line, `generate` and `demo`; the native MTP module as an assistant; traces of rounds."""
+"""Decoding from the command line, `generate` and `demo`; DeepSeek's own drafters as assistants; traces of rounds."""

@@ -2,6 +2,7 @@
 
     hyperdflash generate examples/tiny/target examples/tiny/drafter --prompt "Find the value of d: 3*d + 4 = 19" \\
         --show-drafts
+    hyperdflash generate TARGET mtp ...     # or dspark: the drafter in the target's own checkpoint
 """
 
 import argparse
@@ -12,6 +13,7 @@ from contextlib import nullcontext
 import torch
 
 from ..common.checkpoint import (
+    TargetCheckpoint,
     check_device_map,
     check_drafter,
     check_target,
@@ -23,9 +25,11 @@ from ..common.checkpoint import (
 )
 from ..common.console import UsageError
 from ..common.files import read_json, read_text
+from ..common.options import OWN_DRAFTERS
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .comparison import describe
+from .own_drafter import find_own_drafter, load_native
 from .streaming import LEGEND, DraftStreamer
 from .trace import RoundRecorder, check_trace_path, write_trace
 
@@ -40,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
     target_source = resolve_checkpoint(args.target, args.target_revision)
     config = check_target(*target_source)
     drafter_config = None
-    if args.drafter is not None:
+    if args.drafter in OWN_DRAFTERS:
+        own = find_own_drafter(args.drafter, TargetCheckpoint(*target_source), args.num_assistant_tokens)
+    elif args.drafter is not None:
         drafter_source = resolve_checkpoint(args.drafter, args.drafter_revision)
         drafter_config = check_drafter(*drafter_source, config)
     tokenizer = load_tokenizer(*target_source)
@@ -51,7 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     target = load_target_model(*target_source, args.dtype, args.device_map)
-    drafter = load_drafter(*drafter_source, args.dtype, target) if args.drafter is not None else None
+    drafter = None
+    if args.drafter in OWN_DRAFTERS:
+        drafter = load_native(args.drafter, own, target.config, args.num_assistant_tokens).to(target.device)
+    elif args.drafter is not None:
+        drafter = load_drafter(*drafter_source, args.dtype, target)
     streamer = DraftStreamer(tokenizer)
     if args.show_drafts and streamer.console.is_terminal:
         streamer.console.print(LEGEND)

@@ -16,7 +16,16 @@ import torch
 from child import fork, wait_for_lines
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny_v4 import ALWAYS, ScriptedDrafter, nightly, tiny_drafter, tiny_drafter_config, tiny_target
+from tiny_v4 import (
+    ALWAYS,
+    ScriptedDrafter,
+    nightly,
+    save_dspark,
+    tiny_drafter,
+    tiny_drafter_config,
+    tiny_dspark,
+    tiny_target,
+)
 from transformers import AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
@@ -33,7 +42,7 @@ from hyperdflash.common.checkpoint import TargetCheckpoint
 from hyperdflash.common.console import UsageError
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.demo import TINY
-from hyperdflash.generation.mtp import DeepseekV4MTP, mtp_state_dict
+from hyperdflash.generation.mtp import DeepseekV4MTP
 
 ROOT = Path(__file__).resolve().parents[1]
 VOCAB_SIZE = 4096
@@ -59,7 +68,8 @@ def world(tmp_path_factory, target):
         shutil.copy(TINY / "target" / name, folder / "target")
     torch.manual_seed(3)
     (folder / "mtp").mkdir()
-    save_file(mtp_state_dict(DeepseekV4MTP(target.config)), folder / "mtp" / "model.safetensors")
+    save_file(DeepseekV4MTP(target.config).official_state_dict(), folder / "mtp" / "model.safetensors")
+    save_dspark(tiny_dspark(target), folder / "dspark")
     tiny_drafter(target).save_pretrained(folder / "a" / "final")
     tiny_drafter(target, seed=2).save_pretrained(folder / "b" / "final")
     tiny_drafter(target, reducer="mean").save_pretrained(folder / "mean")
@@ -876,6 +886,10 @@ def test_misspelled_options_are_usage_errors(command, options, capsys):
         ("hyperdflash:3=./nowhere", "no folder ./nowhere"),
         ("mtp:3", "holds no native MTP module"),
         ("mtp:3=a/final", "holds no native MTP module"),
+        ("dspark:3", "holds no DSpark module"),
+        ("dspark:7=dspark", "7 drafts per round of dspark: this DSpark module drafts at most 5 tokens per round"),
+        ("mtp:3=dspark", "dspark carries a DSpark module under mtp.*, not the native MTP module"),
+        ("dspark:3=mtp", "mtp carries a native MTP module under mtp.*, not the DSpark module"),
     ],
 )
 def test_a_checkpoint_that_is_not_the_methods_is_one_error_before_any_work(
@@ -894,6 +908,16 @@ def test_a_confidence_head_is_used_by_the_method_that_names_it(command):
     plain, confident = (row for row in results["rows"] if row["num_rounds"])
     assert plain["spec_decode_num_draft_tokens"] > 2 * plain["num_rounds"]
     assert confident["spec_decode_num_draft_tokens"] <= confident["num_rounds"]
+
+
+def test_both_modules_of_deepseeks_checkpoints_are_measured_side_by_side(command):
+    status, results = command(methods=("mtp:2=mtp", "dspark:5=dspark", "dspark:2=dspark"))
+    assert status == 0
+    rows = {row["method"]: row for row in results["rows"] if row["num_rounds"]}
+    assert list(rows) == ["mtp:2", "dspark:5", "dspark:2"]
+    for name, row in rows.items():
+        assert 1 < row["spec_decode_num_draft_tokens"] / row["num_rounds"] <= int(name[-1])
+        assert row["differences"] == []
 
 
 @pytest.mark.slow
@@ -923,7 +947,7 @@ def test_an_mtp_module_that_cannot_be_used_is_told_by_its_names(command, world, 
     folder.mkdir()
     save_file({"mtp.0.main_proj.weight": torch.ones(1)}, folder / "model.safetensors")
     assert command(methods=(f"mtp:3={folder}",)) == (1, None)
-    assert "carries DSpark under mtp.*, not the native MTP module" in capsys.readouterr().err
+    assert "carries a DSpark module under mtp.*, not the native MTP module" in capsys.readouterr().err
 
 
 def test_a_drafter_for_another_target_is_refused(command, tmp_path, capsys):
@@ -1000,11 +1024,13 @@ def test_a_folder_typed_in_two_ways_has_one_short_name(world, monkeypatch):
 
 def test_a_checkpoint_of_several_methods_is_loaded_once(world, target, monkeypatch):
     monkeypatch.chdir(world)
-    methods = parse_methods(["hyperdflash:2=a/final", "hyperdflash:3=./a/final", "mtp:1=mtp", "mtp:5=mtp"])
+    texts = ["hyperdflash:2=a/final", "hyperdflash:3=./a/final", "mtp:1=mtp", "mtp:5=mtp", "dspark:1=dspark"]
+    methods = parse_methods([*texts, "dspark:5=./dspark"])
     variants = load_variants(find_checkpoints(methods, TargetCheckpoint("target")), target, "float32")
     assert variants[1].assistant is variants[2].assistant
     assert variants[3].assistant is variants[4].assistant
-    assert [variant.options["num_assistant_tokens"] for variant in variants[1:]] == [2, 3, 1, 5]
+    assert variants[5].assistant is variants[6].assistant
+    assert [variant.options["num_assistant_tokens"] for variant in variants[1:]] == [2, 3, 1, 5, 1, 5]
     assert variants[4].assistant.max_drafts == 5
 
 

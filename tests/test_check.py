@@ -111,6 +111,22 @@ def test_a_sound_pair_passes_without_a_warning(drafter, capsys):
 
 
 @pytest.mark.slow
+def test_the_module_in_the_targets_checkpoint_is_judged_by_decoding(capsys):
+    options = ["--num-prompts", "1", "--max-new-tokens", "32", "--dtype", "float32", "--threads", "1", "--json"]
+    assert main(["check", str(TARGET), "mtp", *options]) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert [finding["check"] for finding in findings] == ["loading", "weights", "lossless", "acceptance"]
+    assert {finding["status"] for finding in findings} == {"ok"}
+    assert findings[-1]["figures"]["decoding"]["acceptance_length"] > 2
+
+
+def test_a_module_that_the_targets_checkpoint_has_not_is_the_cause(monkeypatch, capsys):
+    monkeypatch.setattr("hyperdflash.check.check.load_target_model", lambda *args: pytest.fail("loaded"))
+    assert main(["check", str(TARGET), "dspark"]) == 3
+    assert "carries a native MTP module under mtp.*, not the DSpark module" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "check_name", "words"),
     [

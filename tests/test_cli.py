@@ -4,14 +4,18 @@ import argparse
 import io
 import json
 import math
+import shutil
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
+from tiny_v4 import tiny_dspark, tiny_target
 from transformers import Qwen3Config
 
 from hyperdflash import parsers
@@ -21,6 +25,7 @@ from hyperdflash.common.checkpoint import load_target
 from hyperdflash.generation import generate
 from hyperdflash.generation.comparison import first_difference
 from hyperdflash.generation.demo import TINY
+from hyperdflash.generation.dspark import SETTINGS
 from hyperdflash.generation.streaming import DraftStreamer
 from hyperdflash.parsers import make_parser
 
@@ -163,6 +168,42 @@ def test_wrong_usage_is_one_line_that_names_it_before_anything_is_loaded(argv, m
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("command", ["generate", "check"])
+def test_a_revision_of_the_drafter_in_the_targets_checkpoint_is_the_targets(command, never_loaded, capsys):
+    prompt = ["--prompt", "x"] if command == "generate" else []
+    assert main([command, TARGET, "mtp", *prompt, "--drafter-revision", "v1"]) == 2
+    assert "mtp is in the target's checkpoint: give --target-revision" in capsys.readouterr().err
+
+
+def test_the_targets_own_module_drafts_where_it_is_named(capsys):
+    """As many drafts as are asked for, also more than the usual three."""
+    options = ["--max-new-tokens", "12", "--threads", "1", "--num-assistant-tokens", "5"]
+    assert main(["generate", TARGET, "mtp", *PROMPT, *options]) == 0
+    drafted = capsys.readouterr()
+    assert "tau" in drafted.err
+    assert main(["generate", TARGET, *PROMPT, *options[:4]]) == 0
+    assert capsys.readouterr().out == drafted.out
+
+
+def test_a_dspark_module_in_the_targets_checkpoint_drafts_at_most_its_block(tmp_path, monkeypatch, capsys):
+    target = tiny_target(vocab_size=4096)
+    target.save_pretrained(tmp_path)
+    dspark = tiny_dspark(target)
+    tensors = {**load_file(tmp_path / "model.safetensors"), **dspark.official_state_dict()}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {name: getattr(dspark.config, name) for name in SETTINGS}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **settings}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TARGET) / name, tmp_path)
+    argv = ["generate", str(tmp_path), "dspark", "--prompt", "x", "--max-new-tokens", "6", "--threads", "1"]
+    assert main(argv) == 0
+    assert "tau" in capsys.readouterr().err
+    monkeypatch.setattr(generate, "load_target_model", lambda *args: pytest.fail("the target was loaded"))
+    assert main([*argv, "--num-assistant-tokens", "7"]) == 1
+    assert "at most 5 tokens per round (dspark_block_size 5)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--show-drafts"], ["--num-assistant-tokens", "3"], ["--drafter-revision", "v1"]])
 def test_an_option_about_the_drafter_is_refused_without_one(option, capsys):
     assert main(["generate", TARGET, "--prompt", "x", *option]) == 2
@@ -185,6 +226,7 @@ def test_a_cuda_device_is_refused_by_name_where_there_is_none(monkeypatch, never
         ([TARGET, "~/no-such-folder", "--prompt", "x"], "no folder ~/no-such-folder"),
         ([DRAFTER, "--prompt", "x"], "has model_type 'hyperdflash'"),
         ([TARGET, TARGET, "--prompt", "x"], "is not a HyperDFlash drafter: its model_type is deepseek_v4"),
+        ([TARGET, "dspark", "--prompt", "x"], "carries a native MTP module under mtp.*, not the DSpark module"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else "",
 )
@@ -316,12 +358,14 @@ def test_what_the_options_repeat_is_what_the_modules_say():
     from hyperdflash.benchmark.prompt_sets import PUBLIC_SETS
     from hyperdflash.check.check import BUILT_IN_PROMPTS
     from hyperdflash.configuration_hyperdflash import CONTEXT_SOURCES, DRAFT_HEADS, REDUCERS, HyperDFlashConfig
+    from hyperdflash.generation.native import DSPARK, MTP
     from hyperdflash.training.data import EncodingSettings
     from hyperdflash.training.export import FORMATS
 
     assert tuple(PUBLIC_SETS) == parsers.PUBLIC_SETS
     assert len(BUILT_IN_PROMPTS) == parsers.NUM_BUILT_IN_PROMPTS
     assert (CONTEXT_SOURCES, REDUCERS) == (options.CONTEXT_SOURCES, options.REDUCERS)
+    assert set(options.OWN_DRAFTERS) == {MTP, DSPARK}
     assert (DRAFT_HEADS, FORMATS) == (options.DRAFT_HEADS, parsers.EXPORT_FORMATS)
     preview = dict(all_parsers(make_parser()))["hyperdflash data preview"]
     assert preview.get_default("max_length") == EncodingSettings.max_length

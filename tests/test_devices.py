@@ -3,7 +3,7 @@
 import pytest
 import torch
 from pretend_device import PretendDevice
-from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_target
+from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_dspark, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hyperdflash.generation.mtp import DeepseekV4MTP
@@ -22,6 +22,7 @@ ASSISTANTS = {
     "confidence head": lambda target: tiny_drafter(target, draft_confidence=True, verify_cost=0),
     "both heads": lambda target: tiny_drafter(target, draft_head="markov", markov_rank=4, draft_confidence=True),
     "mtp": tiny_mtp,
+    "dspark": tiny_dspark,
 }
 
 

@@ -21,6 +21,7 @@ from tiny_v4 import (
     tiny_config,
     tiny_drafter,
     tiny_drafter_config,
+    tiny_dspark,
     tiny_target,
 )
 from transformers import DeepseekV4ForCausalLM, LogitsProcessor, LogitsProcessorList
@@ -34,6 +35,7 @@ from transformers.generation import (
 )
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+from hyperdflash.generation.dspark import DeepseekV4DSpark
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation_hyperdflash import _Loop
 
@@ -215,6 +217,26 @@ def test_the_native_mtp_module_keeps_the_distribution(name):
     torch.nn.init.normal_(target.lm_head.weight)  # the table's logits do not pass through it, the drafts' do
     out = chain(target, 2000, 5, assistant_model=mtp, return_dict_in_generate=True, **options)
     assert 1.2 < out.speculation.acceptance_length < 2.8
+    assert_chain_of(exact_transition(target, warpers), out.sequences[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "verify_cost"), [("cold top-k and top-p", None), ("none", 0.3), nightly("none", None)]
+)
+def test_a_dspark_module_keeps_the_distribution(name, verify_cost, monkeypatch):
+    """Also when its confidence head, which reads the drafts before a slot, decides whether the slot is drafted."""
+    monkeypatch.setattr(DeepseekV4DSpark, "tapped_layer_ids", None)  # a table runs no layers
+    options, warpers = FILTERS[name]
+    target = table_target()
+    dspark = tiny_dspark(target, block_size=3, num_stages=1)
+    dspark.verify_cost = verify_cost
+    for weight in (target.lm_head.weight, *dspark.markov_head.parameters(), *dspark.confidence_head.parameters()):
+        torch.nn.init.normal_(weight)
+    out = chain(target, 900, 6, assistant_model=dspark, return_dict_in_generate=True, **options)
+    if verify_cost is not None:  # in the middle of the text
+        assert len(set(out.speculation.num_drafts[:-3])) > 1
+    assert 1.2 < out.speculation.acceptance_length < 3.5
     assert_chain_of(exact_transition(target, warpers), out.sequences[0])
 
 

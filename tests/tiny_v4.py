@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation.dspark import SETTINGS, DeepseekV4DSpark
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 
 
@@ -113,6 +115,29 @@ def tiny_drafter(target, *, seed=1, **kwargs) -> HyperDFlashModel:
     """A random drafter in eval mode: real drafts, nearly all of them wrong."""
     torch.manual_seed(seed)
     return HyperDFlashModel(tiny_drafter_config(target, **kwargs)).eval()
+
+
+def tiny_dspark(target, *, block_size=5, target_layer_ids=None, num_stages=2, seed=2) -> DeepseekV4DSpark:
+    """A random DSpark module, which reads the last layers: real drafts, nearly all of them wrong."""
+    torch.manual_seed(seed)
+    number = target.config.num_hidden_layers
+    settings = {
+        "dspark_block_size": block_size,
+        "dspark_target_layer_ids": target_layer_ids or list(range(number))[-2:],
+        "dspark_noise_token_id": target.config.vocab_size - 1,
+        "dspark_markov_rank": 4,
+    }
+    return DeepseekV4DSpark(DeepseekV4Config(**{**target.config.to_dict(), **settings}), num_stages).eval()
+
+
+def save_dspark(dspark, folder, *, dtype=torch.float32, **changes):
+    """The module alone, in the official naming, with its settings; `changes` replace tensors, or drop them (None)."""
+    tensors = {**dspark.official_state_dict(dtype), **changes}
+    folder.mkdir(exist_ok=True)
+    save_file({name: t for name, t in tensors.items() if t is not None}, folder / "model.safetensors")
+    settings = {name: getattr(dspark.config, name) for name in SETTINGS}
+    (folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v4", **settings}))
+    return folder
 
 
 ALWAYS = 1000

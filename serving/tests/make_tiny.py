@@ -15,13 +15,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from official import save_official
+from official import official_config, save_official
 from safetensors.torch import save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
 from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
+from hyperdflash.generation.dspark import DeepseekV4DSpark, load_dspark
 from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
@@ -228,6 +229,48 @@ def export_stock(target, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def write_dspark(target, folder: Path, *, num_context: int = 150) -> None:
+    """A random DSpark module as DeepSeek's checkpoints have it, and what it computes for one block as it is read from
+    there, in fp32: the block's states, logits, and bias and confidence behind given tokens. The context is longer than
+    the window (128)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    settings = {
+        "dspark_block_size": 5,
+        "dspark_target_layer_ids": [0, 2],
+        "dspark_noise_token_id": MASK_TOKEN_ID,
+        "dspark_markov_rank": 16,
+    }
+    torch.manual_seed(5)
+    module = DeepseekV4DSpark(DeepseekV4Config(**{**target.config.to_dict(), **settings}))
+    with torch.no_grad():
+        for name, tensor in module.state_dict().items():
+            if tensor.ndim == 1:  # norms, sinks, router bias and the scales and bases of hyper-connections
+                tensor.add_(torch.randn(tensor.shape), alpha=0.5 if "sinks" in name else 0.1)
+    save_file(module.official_state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    config = {**official_config(target.config), **settings, "n_mtp_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
+    module, config = load_dspark(folder, target.config), target.config
+    residual = torch.randn(1, num_context, config.hc_mult, 2 * config.hidden_size)
+    embeds, ids = torch.randn(1, 5, config.hidden_size), torch.randint(config.vocab_size, (5,))
+    lm_head = torch.randn(config.vocab_size, config.hidden_size) / 8
+    with torch.no_grad():
+        hidden, collapsed = module(embeds, residual)
+        states, bias = module.markov_head(ids)
+        confidence = module.confidence_head(collapsed[0], states).sigmoid()
+    tensors = {
+        "residual": residual[0],
+        "embeds": embeds[0],
+        "ids": ids,
+        "lm_head": lm_head,
+        "collapsed": collapsed[0],
+        "logits": hidden[0] @ lm_head.T,
+        "bias": bias,
+        "confidence": confidence,
+    }
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "states.safetensors")
+
+
 def plan_features(folder: Path, target: Path) -> None:
     """Token rows around pages and window, two of them alike, a recipe for them, and the plan for vLLM."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -266,6 +309,7 @@ def main() -> None:
             export(random_drafter(target, reducer_path_norm=False), BUILD / name / "inherited")
             export(markov_drafter(target), BUILD / name / "markov")
             export_stock(target, BUILD / name / "stock")
+            write_dspark(target, BUILD / name / "dspark")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
     plan_features(BUILD / "features", BUILD / "sliding" / "target")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))

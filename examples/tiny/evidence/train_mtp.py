@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from hyperdflash.common.checkpoint import load_target
 from hyperdflash.common.files import written_whole
-from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.dataset import SampleDataset, collate
@@ -137,7 +137,7 @@ def main() -> None:
     else:
         trainer.train(resume_from_checkpoint=str(whole[-1]) if whole else None)
     with written_whole(out / "final", overwrite=True) as folder:
-        save_file(mtp_state_dict(trainer.model), folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(trainer.model.official_state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

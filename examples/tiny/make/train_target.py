@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, DeepseekV4ForCausalLM, Trainer, Training
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import load_balancing_loss_func
 from transformers.trainer_utils import get_last_checkpoint
 
-from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp, mtp_state_dict
+from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
 
 TINY = Path(__file__).resolve().parents[1]
 MTP_WEIGHT = 0.3
@@ -98,7 +98,7 @@ def evaluate(model: TargetWithMTP, build: Path, pad_token_id: int) -> dict:
 
 def save(model: TargetWithMTP, folder: Path) -> None:
     """The target as `save_pretrained` writes it, in bf16 (what V4 keeps in fp32 stays so), with `mtp.0.*` added."""
-    mtp = mtp_state_dict(model.mtp)
+    mtp = model.mtp.official_state_dict()
     fp32 = model.target.state_dict()
     target = DeepseekV4ForCausalLM(model.config).to(torch.bfloat16)
     keep = tuple(model.target._keep_in_fp32_modules_strict)
