@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny_v4 import random_ids, tiny_drafter, tiny_target
 from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.target_hyperdflash import ResidualTap
@@ -227,6 +228,31 @@ def test_the_rule_of_flex_attention_learns_what_padded_rows_learn(batch, pad_to)
     torch.testing.assert_close(packed_loss, loss, atol=1e-6, rtol=0)
     for got, expected in zip(packed_gradients, gradients, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """`made`: the name of every operation, and the shape and dtype of what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.made.append((func.overloadpacket.__name__, tuple(result.shape), result.dtype))
+        return result
+
+
+@torch.no_grad()
+def test_the_context_is_cast_once_for_all_layers_and_joined_behind_the_projections(batch):
+    packed, D = pack(batch.blocks), batch.drafter.config.hidden_size
+    context, everything = len(packed.context_samples), packed.position_ids.shape[1]
+    with torch.autocast("cpu", torch.bfloat16), Operations() as operations:
+        batch.packed(packed, "eager")
+    assert len(batch.drafter.layers) > 1
+    assert operations.made.count(("_to_copy", (1, context, D), torch.bfloat16)) == 1
+    assert not any(made[:2] == ("cat", (1, everything, D)) for made in operations.made)
 
 
 @pytest.mark.slow

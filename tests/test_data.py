@@ -902,6 +902,15 @@ def test_a_part_of_the_rows_is_drawn_by_the_seed_alone(tokenizer, tmp_path):
     assert report.parts == {}
 
 
+def test_what_is_made_of_a_part_does_not_end_up_among_the_rows(tokenizer, tmp_path):
+    """`datasets` caches what it derives from a part in the folder of the whole."""
+    path = write(tmp_path / "a.jsonl", *[chat(str(i)) for i in range(9)])
+    args = recipe_args(train_data=[path], max_samples=5)
+    data.load_recipe_data(args, args.train_data, tokenizer)[0].flatten_indices()
+    rows, report = data.load_recipe_data(args, [path], tokenizer)
+    assert (len(rows), report.num_rows) == (9, 9)
+
+
 @pytest.mark.parametrize(
     ("weights", "max_samples", "counts"),
     [([2, 1], None, (40, 20)), ([2, 1], 30, (20, 10)), ([1, 1], None, (30, 30)), ([1, 7], None, (4, 30))],

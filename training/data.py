@@ -304,7 +304,7 @@ def _join(reports: list[DataReport]) -> DataReport:
 def _concatenate(parts: "list[datasets.Dataset]") -> "datasets.Dataset":
     import datasets
 
-    return datasets.concatenate_datasets(parts)
+    return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
 
 
 def read_lengths(rows: "datasets.Dataset") -> np.ndarray:
@@ -396,8 +396,8 @@ def _encode_all(
                 if not encoded.is_dir():
                     with written_whole(encoded) as folder:
                         encode(folder)
-        # Several with `num_proc`, numbered; only mapped into memory
-        files = sorted(encoded.glob("*.arrow"))
+        # Several with `num_proc`, numbered; only mapped into memory. `datasets` may put files of its own beside them
+        files = sorted(encoded.glob("data*.arrow"))
         return _concatenate([datasets.Dataset.from_file(str(file)) for file in files])
 
 

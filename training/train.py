@@ -195,7 +195,10 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head, config, init_from)
-    drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
+    drafter.config.encoding = {
+        "generation": args.generation,
+        "modes": sorted(set(train_rows.select_columns("mode")[:]["mode"])),
+    }
     # A copy: peft changes modules in place, and `base/` holds the drafter as it was
     model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora, args.seed)
     return Parts(
