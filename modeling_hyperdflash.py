@@ -188,10 +188,11 @@ class HyperDFlashAttention(nn.Module):
         C, hd = context.shape[1], self.config.head_dim
         cos, sin = position_embeddings
         # Queries of the block only: nothing is predicted at context positions
-        source = torch.cat([context, hidden_states], dim=1)  # (B, C + K, D)
         q = self.q_norm(self.q_proj(hidden_states).view(B, K, -1, hd)).transpose(1, 2)  # (B, heads, K, hd)
-        k = self.k_norm(self.k_proj(source).view(B, C + K, -1, hd)).transpose(1, 2)  # (B, KV heads, C + K, hd)
-        v = self.v_proj(source).view(B, C + K, -1, hd).transpose(1, 2)
+        # Joined behind the projections, which are narrower
+        k, v = (torch.cat([proj(context), proj(hidden_states)], dim=1) for proj in (self.k_proj, self.v_proj))
+        k = self.k_norm(k.view(B, C + K, -1, hd)).transpose(1, 2)  # (B, KV heads, C + K, hd)
+        v = v.view(B, C + K, -1, hd).transpose(1, 2)
         # Under autocast the norms' fp32 weights widen q and k; attention wants one dtype
         q, k = apply_rotary(q, cos, sin).to(v.dtype), apply_rotary(k, cos, sin).to(v.dtype)
         if cache is not None:  # the cache takes the context only: a block is gone after its round
@@ -371,6 +372,8 @@ class HyperDFlashModel(HyperDFlashAssistant, HyperDFlashPreTrainedModel):
         if previous_ids is not None and self.markov_head is None:
             raise ValueError(f"previous_ids are for draft_head 'markov', and this is {self.config.draft_head!r}")
         context = self.context_norm(self.reducer(context_hidden_states.to(noise_embeds.dtype)))  # (B, C, D)
+        if torch.is_autocast_enabled(context.device.type):  # once, not in every projection of every layer
+            context = context.to(torch.get_autocast_dtype(context.device.type))
         hidden_states = noise_embeds if self.embed_proj is None else self.embed_proj(noise_embeds)  # (B, K, D)
         B, K = noise_embeds.shape[:2]
         num_new = context.shape[1] + K

@@ -276,6 +276,7 @@ def _regenerate(commands) -> None:
     parser.add_argument("--tokenizer", help="folder or Hub id (default: the target's)")
     add_encoding(parser, row_wins=True)
     add_sampling(parser, max_new_tokens=2048)
+    parser.add_argument("--max-samples", type=at_least(1), help="answer so many rows, drawn by --seed (default: all)")
     parser.add_argument("--skip-bad-rows", action="store_true", help="count them as failed instead of stopping")
     here = parser.add_argument_group("with --target")
     here.add_argument("--target-revision", help="branch, tag or commit of the target's Hub id")

@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import re
 import zlib
 from array import array
@@ -137,13 +138,16 @@ class _Rows:
             yield _row(self.items[position])
 
 
-def read_rows(files: list[str | Path]) -> Iterator[tuple[str, "dict | ValueError"]]:
+def read_rows(
+    files: list[str | Path], max_rows: int | None = None, seed: int = 0
+) -> Iterator[tuple[str, "dict | ValueError"]]:
     """Every row of the files, one at a time, as it was written.
 
     Args:
         files: paths or glob patterns of files (see the top of this file), or names of Hub data sets:
             `"org/name"` is the `train` split, `"org/name@revision:config:split"` chooses; each part may be left out
             (`"org/name::test"`).
+        max_rows: how many rows at most, drawn from all files by `seed`; they come in the order of the files.
 
     Returns:
         An iterator of (source, row). The source is `"file.jsonl:12"`: the line in the file, or the row's number, from
@@ -154,7 +158,20 @@ def read_rows(files: list[str | Path]) -> Iterator[tuple[str, "dict | ValueError
         ValueError: for a kind of file that is not read, and for a file without rows.
     """
     origins = resolve(files)
+    if max_rows is not None:
+        return _drawn(origins, max_rows, seed)
     return ((f"{origin.name}:{number}", row) for origin in origins for number, row in origin.rows())
+
+
+def _drawn(origins: list, max_rows: int, seed: int) -> Iterator[tuple[str, "dict | ValueError"]]:
+    places = [origin.scan()[:2] for origin in origins]
+    total = sum(len(positions) for positions, _ in places)
+    chosen, first = sorted(random.Random(seed).sample(range(total), min(max_rows, total))), 0
+    for origin, (positions, numbers) in zip(origins, places, strict=True):
+        own = [i - first for i in chosen if first <= i < first + len(positions)]
+        first += len(positions)
+        for i, row in zip(own, origin.read(positions[i] for i in own), strict=True):
+            yield f"{origin.name}:{numbers[i]}", row
 
 
 def resolve(files: str | Path | list[str | Path]) -> list[_JsonLines | _Rows]:
@@ -191,7 +208,7 @@ def _kind_of(path: Path) -> str:
 
 def _open_file(path: Path) -> _JsonLines | _Rows:
     kind = _kind_of(path)
-    if path.suffix == ".gz" and kind in (".parquet", ".arrow", ".csv"):
+    if path.suffix == ".gz" and kind in (".parquet", ".arrow"):
         raise ValueError(f"{path} must be unpacked: {_READABLE}")
     if kind in _READERS:
         return _READERS[kind](path)
@@ -217,8 +234,10 @@ def _open_json(path: Path) -> _JsonLines | _Rows:
 
 
 def _open_csv(path: Path) -> _Rows:
-    """Cells are text as they stand, where `datasets` would make numbers of some; an empty one is null."""
-    content = path.read_bytes()
+    """Cells are text as they stand, where `datasets` would make numbers of some, and would drop a cell of a line that
+    has one too many; an empty one is null."""
+    with _open(path) as file, _damage_named(_display(path)):
+        content = file.read()
     csv.field_size_limit(2**31 - 1)
     try:
         rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""), strict=True))
@@ -258,7 +277,7 @@ _READERS = {
     ".parquet": _open_table,
     ".arrow": _open_table,
 }
-_READABLE = "data files are .jsonl, .ndjson and .json (each also with .gz), .csv, .parquet and .arrow"
+_READABLE = "data files are .jsonl, .ndjson, .json and .csv (each also with .gz), .parquet and .arrow"
 
 
 def _open_hub(name: str) -> _Rows:

@@ -71,3 +71,22 @@ def write_line(file: BinaryIO, row: dict) -> None:
     """The row as a line of JSON, handed to the system."""
     file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
     file.flush()
+
+
+def drop_lines(path: Path, starts: set[int]) -> None:
+    """Rewrite a file atomically without the lines that start at these bytes. Raises `OSError` that names it."""
+    partial, position = path.with_name(f".{path.name}.partial"), 0
+    try:
+        with path.open("rb") as old, partial.open("wb") as new:
+            for line in old:
+                if position not in starts:
+                    new.write(line)
+                position += len(line)
+            new.flush()
+            os.fsync(new.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(
+            error.errno, f"{path} is complete, but was not rewritten without its repetitions ({error.strerror})"
+        ) from error

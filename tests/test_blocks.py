@@ -3,10 +3,21 @@
 import pytest
 import torch
 from tiny_v4 import random_ids, tiny_drafter, tiny_target
+from torch.nn.attention.flex_attention import create_mask
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.target_hyperdflash import ResidualTap
-from hyperdflash.training.blocks import anchor_seed, attention_masks, draw_anchors, make_blocks
+from hyperdflash.training.blocks import (
+    ATTENTIONS,
+    FLEX_BLOCK,
+    anchor_seed,
+    attention_masks,
+    draw_anchors,
+    make_blocks,
+    pack,
+    packed_masks,
+)
 
 
 def masks_of(drafter, blocks, length):
@@ -125,24 +136,133 @@ def test_training_blocks_have_the_logits_that_decoding_drafts_from(window):
         start = anchor
 
 
+# ------------------------------------------------------------------------------------------------------ packed batches
+
+
+class Batch:
+    """Three samples of unequal length and number of blocks, one without any, and a drafter of both layer types."""
+
+    def __init__(self):
+        self.target = tiny_target()
+        types = ["sliding_attention", "full_attention"]
+        self.drafter = tiny_drafter(self.target, block_size=4, sliding_window=8, layer_types=types).train()
+        lengths, anchors = (48, 20, 33), [[3, 9, 10, 30], [5, 12, -1, -1], [-1] * 4]
+        self.ids = torch.stack([torch.nn.functional.pad(random_ids(n, seed=n)[0], (0, 48 - n)) for n in lengths])
+        mask = torch.stack([(torch.arange(48) < n).long() for n in lengths])
+        with torch.no_grad(), ResidualTap(self.target, self.drafter.config.tapped_layer_ids) as tap:
+            self.target(self.ids, use_cache=False)
+            self.residual = tap.take()
+        self.blocks = make_blocks(self.ids, mask, torch.tensor(anchors), block_size=4, mask_token_id=63)
+
+    def learn(self, hidden, labels):
+        """Loss and gradients of the slots `(N, K, D)`."""
+        logits = hidden[:, 1:] @ self.target.lm_head.weight.detach().T
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        self.drafter.zero_grad()
+        loss.backward()
+        return loss.detach(), [parameter.grad.clone() for parameter in self.drafter.parameters()]
+
+    def padded(self):
+        """As rows of one length with one number of blocks."""
+        self.drafter.set_attn_implementation("eager")
+        noise = self.target.model.embed_tokens(self.blocks.input_ids).detach()
+        masks = attention_masks(self.blocks.anchors, 48, self.drafter.config)
+        hidden = self.drafter(noise, self.residual, masks, self.blocks.position_ids).last_hidden_state
+        return self.learn(hidden.view(12, 4, -1), self.blocks.labels.flatten(0, 1))
+
+    def packed(self, packed, attention, masks=None):
+        self.drafter.set_attn_implementation(ATTENTIONS.get(attention, attention))
+        context = self.residual[
+            packed.context_samples.clamp(min=0), packed.position_ids[0, : len(packed.context_samples)]
+        ]
+        noise = self.target.model.embed_tokens(packed.input_ids).detach()
+        masks = masks or packed_masks(packed, self.drafter.config)
+        hidden = self.drafter(noise, context[None], masks, packed.position_ids).last_hidden_state
+        return hidden.view(len(packed.labels), 4, -1), packed.labels
+
+
+@pytest.fixture(scope="module")
+def batch() -> Batch:
+    return Batch()
+
+
+def test_a_packed_batch_has_neither_padding_nor_blocks_without_labels(batch):
+    packed = pack(batch.blocks)
+    assert packed.anchors.tolist() == [3, 9, 10, 30, 5, 12]
+    assert packed.samples.tolist() == [0, 0, 0, 0, 1, 1]
+    assert (packed.labels != -100).any(1).all()
+    assert packed.context_lengths == [30, 12, 0]  # nobody sees what is behind the last anchor
+    assert packed.position_ids[0].tolist()[:42] == [*range(30), *range(12)]
+    assert packed.input_ids[0, ::4].tolist() == batch.ids[packed.samples, packed.anchors].tolist()
+
+
+def test_a_batch_without_any_block_keeps_one_for_the_other_processes(batch):
+    blocks = make_blocks(batch.ids, batch.ids * 0, torch.full((3, 2), -1), block_size=4, mask_token_id=63)
+    packed = pack(blocks)
+    assert packed.anchors.tolist() == [-1]
+    assert len(packed.context_samples) == 1
+    assert torch.isfinite(batch.packed(packed, "eager")[0]).all()
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_samples_learn_what_padded_rows_learn(batch, attention):
+    """Loss and every gradient; the padded rows compute 12 blocks, the packed batch 6."""
+    loss, gradients = batch.padded()
+    packed_loss, packed_gradients = batch.learn(*batch.packed(pack(batch.blocks), attention))
+    torch.testing.assert_close(packed_loss, loss, atol=1e-6, rtol=0)
+    for got, expected in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("pad_to", [1, FLEX_BLOCK])
+def test_the_rule_of_flex_attention_learns_what_padded_rows_learn(batch, pad_to):
+    """torch has no backward of flex attention on a CPU: its rule, written out as a dense mask, in eager attention."""
+    packed = pack(batch.blocks, pad_to)
+    batch.drafter.set_attn_implementation("flex_attention")
+    masks = {}
+    for layer_type, mask in packed_masks(packed, batch.drafter.config).items():
+        visible = create_mask(mask.mask_mod, 1, 1, *mask.seq_lengths, device="cpu")
+        masks[layer_type] = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+    loss, gradients = batch.padded()
+    packed_loss, packed_gradients = batch.learn(*batch.packed(packed, "eager", masks))
+    torch.testing.assert_close(packed_loss, loss, atol=1e-6, rtol=0)
+    for got, expected in zip(packed_gradients, gradients, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """`made`: the name of every operation, and the shape and dtype of what it made."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.made.append((func.overloadpacket.__name__, tuple(result.shape), result.dtype))
+        return result
+
+
+@torch.no_grad()
+def test_the_context_is_cast_once_for_all_layers_and_joined_behind_the_projections(batch):
+    packed, D = pack(batch.blocks), batch.drafter.config.hidden_size
+    context, everything = len(packed.context_samples), packed.position_ids.shape[1]
+    with torch.autocast("cpu", torch.bfloat16), Operations() as operations:
+        batch.packed(packed, "eager")
+    assert len(batch.drafter.layers) > 1
+    assert operations.made.count(("_to_copy", (1, context, D), torch.bfloat16)) == 1
+    assert not any(made[:2] == ("cat", (1, everything, D)) for made in operations.made)
+
+
 @pytest.mark.slow
 @torch.no_grad()
-def test_flex_attention_gives_what_a_dense_mask_gives():
-    """Forward only: torch has no backward of flex attention on the CPU."""
-    target = tiny_target()
-    types = ["sliding_attention", "full_attention"]
-    drafter = tiny_drafter(target, block_size=4, sliding_window=8, layer_types=types)
-    ids = random_ids(48)
-    with ResidualTap(target, drafter.config.tapped_layer_ids) as tap:
-        target(ids, use_cache=False)
-        residual = tap.take()
-    anchors = torch.tensor([[3, 9, 10, 30, -1]])
-    blocks = make_blocks(ids, torch.ones_like(ids), anchors, block_size=4, mask_token_id=63)
-    outputs = {}
-    for implementation in ("eager", "sdpa", "flex_attention"):
-        drafter.set_attn_implementation(implementation)
-        outputs[implementation] = drafter(
-            target.model.embed_tokens(blocks.input_ids), residual, masks_of(drafter, blocks, 48), blocks.position_ids
-        ).last_hidden_state
-    torch.testing.assert_close(outputs["sdpa"], outputs["eager"], atol=1e-5, rtol=0)
-    torch.testing.assert_close(outputs["flex_attention"], outputs["eager"], atol=1e-5, rtol=0)
+def test_compiled_flex_attention_gives_what_samples_give_one_by_one(batch):
+    """Forward only, for two shapes after each other; the blocks of a batch's padding are left out."""
+    for blocks in (
+        batch.blocks,
+        make_blocks(batch.ids[:1], batch.ids[:1] * 0 + 1, torch.tensor([[7, 8]]), block_size=4, mask_token_id=63),
+    ):
+        flex, eager = pack(blocks, FLEX_BLOCK), pack(blocks)
+        got, expected = batch.packed(flex, "flex_attention")[0], batch.packed(eager, "eager")[0]
+        torch.testing.assert_close(got[: len(expected)], expected, atol=1e-5, rtol=0)

@@ -10,6 +10,8 @@ import os
 import resource
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,13 @@ import datasets
 import numpy as np
 import pytest
 from test_encoding import ASSISTANT, BOS, CLOSE, EOS, OPEN, USER, by_hand, make_tokenizer, say
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainingArguments
 
 from hyperdflash.common.data_files import read_rows
 from hyperdflash.training import data
 from hyperdflash.training.data import hash_data, hash_tokenizer, load_data, load_data_with_report
+from hyperdflash.training.dataset import SampleDataset
+from hyperdflash.training.trainer import EpochTrainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -671,17 +675,17 @@ def test_cells_of_csv_are_text(tokenizer, tmp_path):
     assert first == by_hand(tokenizer, *HI)
     parts = ((BOS, USER), 0), ("1,\n2", 0), ((ASSISTANT, CLOSE), 0), ("3", 1), ((EOS,), 1)
     assert second == by_hand(tokenizer, *parts)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress((tmp_path / "a.csv").read_bytes()))
+    assert rows_of(tmp_path / "a.csv.gz", tokenizer) == [first, second]
     (tmp_path / "b.csv").write_text("instruction,output\na,b\na,b,c\n")
     with pytest.raises(ValueError, match=r"b\.csv:2: a row must be"):
         load_data([tmp_path / "b.csv"], tokenizer)
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.zst", "a.tsv", "a", "a.zip", "a.csv.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "a.zst", "a.tsv", "a", "a.zip", "a.parquet.gz"])
 def test_a_kind_of_file_that_is_not_read_names_those_that_are(name, tokenizer, tmp_path):
     (tmp_path / name).write_bytes(b"(\xb5/\xfd")
-    with pytest.raises(
-        ValueError, match=rf"{name} .*: data files are \.jsonl, .*\.gz\), \.csv, \.parquet and \.arrow"
-    ):
+    with pytest.raises(ValueError, match=rf"{name} .*: data files are \.jsonl, .*\.gz\), \.parquet and \.arrow"):
         load_data([tmp_path / name], tokenizer)
     if name == "a.txt":
         assert len(load_data([write(tmp_path / name, chat())], tokenizer)) == 1  # lines of JSON by another name
@@ -824,7 +828,7 @@ def test_a_failed_load_leaves_nothing_behind(tokenizer, tmp_path):
     path = write(tmp_path / "a.jsonl", *[chat()] * 600, "{")
     with pytest.raises(ValueError, match=":601: not JSON"):
         load_data([path], tokenizer)
-    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file() and f.suffix != ".lock"] == []
 
 
 @pytest.fixture
@@ -842,7 +846,7 @@ def test_a_cache_that_cannot_be_written_is_named(tokenizer, tmp_path, request):
     with pytest.raises(OSError, match="the data cache .*cache/hyperdflash cannot .*HF_DATASETS_CACHE") as caught:
         load_data([path], tokenizer)
     assert "\n" not in str(caught.value)
-    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file()] == []
+    assert [f for f in (tmp_path / "cache").rglob("*") if f.is_file() and f.suffix != ".lock"] == []
 
 
 def test_a_token_that_the_target_does_not_have_is_one_line(tokenizer, tmp_path):
@@ -860,10 +864,124 @@ def test_a_run_does_not_start_with_tokens_that_its_target_lacks(tmp_path):
     args = SimpleNamespace(
         target=ROOT / "examples/tiny/target", target_revision=None, **asdict(data.EncodingSettings())
     )
-    args.skip_bad_rows = False
+    args.skip_bad_rows, args.train_data, args.dataset_num_proc = False, [], None
     row = {"input_ids": [4, 5, len(tokenizer) - 1, 7], "loss_mask": [0, 1, 1, 1]}
     with pytest.raises(ValueError, match=r"a\.jsonl:1 has the token id 4096, but the target has 4096 tokens"):
         data.load_recipe_data(args, [write(tmp_path / "a.jsonl", row)], tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------------- a part of it
+
+
+def recipe_args(**options) -> SimpleNamespace:
+    """What `load_recipe_data` reads of a run's arguments."""
+    settings = {**asdict(data.EncodingSettings()), "skip_bad_rows": False, "dataset_num_proc": None}
+    settings |= {"max_samples": None, "train_weights": [], "seed": 42, "data_seed": None, "train_data": []}
+    return SimpleNamespace(**settings | {"target": ROOT / "examples/tiny/target", "target_revision": None} | options)
+
+
+def drawn(tokenizer, **options) -> list[str]:
+    args = recipe_args(**options)
+    rows, report = data.load_recipe_data(args, args.train_data, tokenizer)
+    assert sum(report.parts.values()) == len(rows)
+    return [source.rpartition("/")[2] for source in rows["source"][:]]
+
+
+def test_a_part_of_the_rows_is_drawn_by_the_seed_alone(tokenizer, tmp_path):
+    """As many as asked for, of those that can be trained on, in their order; evaluation takes all of its rows."""
+    path = write(tmp_path / "a.jsonl", *[chat(str(i)) for i in range(40)], {"messages": say(("u", "Hi"))})
+    first = drawn(tokenizer, train_data=[path], max_samples=30)
+    assert len(first) == len(set(first)) == 30
+    assert first == sorted(first, key=lambda source: int(source.rpartition(":")[2]))
+    assert first == drawn(tokenizer, train_data=[path], max_samples=30)
+    assert first != drawn(tokenizer, train_data=[path], max_samples=30, seed=1)
+    assert first == drawn(tokenizer, train_data=[path], max_samples=30, seed=1, data_seed=42)
+    assert len(drawn(tokenizer, train_data=[path], max_samples=1000)) == 40
+    rows, report = data.load_recipe_data(recipe_args(train_data=[path], max_samples=30), [path], tokenizer)
+    assert len(rows) == 40
+    assert report.parts == {}
+
+
+def test_what_is_made_of_a_part_does_not_end_up_among_the_rows(tokenizer, tmp_path):
+    """`datasets` caches what it derives from a part in the folder of the whole."""
+    path = write(tmp_path / "a.jsonl", *[chat(str(i)) for i in range(9)])
+    args = recipe_args(train_data=[path], max_samples=5)
+    data.load_recipe_data(args, args.train_data, tokenizer)[0].flatten_indices()
+    rows, report = data.load_recipe_data(args, [path], tokenizer)
+    assert (len(rows), report.num_rows) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("weights", "max_samples", "counts"),
+    [([2, 1], None, (40, 20)), ([2, 1], 30, (20, 10)), ([1, 1], None, (30, 30)), ([1, 7], None, (4, 30))],
+)
+def test_a_mixture_has_its_shares_and_repeats_no_row(tokenizer, tmp_path, weights, max_samples, counts):
+    write(tmp_path / "a1.jsonl", *[chat(f"a{i}") for i in range(25)])
+    write(tmp_path / "a2.jsonl", *[chat(f"b{i}") for i in range(15)])
+    write(tmp_path / "c.jsonl", *[chat(f"c{i}") for i in range(30)])
+    entries = [str(tmp_path / "a*.jsonl"), str(tmp_path / "c.jsonl")]
+    sources = drawn(tokenizer, train_data=entries, train_weights=weights, max_samples=max_samples)
+    assert len(set(sources)) == len(sources)
+    assert (sum(s[0] == "a" for s in sources), sum(s[0] == "c" for s in sources)) == counts
+
+
+def test_a_mixture_that_would_leave_an_entry_out_is_refused_by_its_name(tokenizer, tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", *[chat(f"{name}{i}") for i in range(9)]) for name in "ab"]
+    with pytest.raises(
+        ValueError, match=r"max_samples 3 leaves no row of .*b\.jsonl: raise it, or the entry's weight"
+    ):
+        drawn(tokenizer, train_data=files, train_weights=[20, 1], max_samples=3)
+
+
+def test_the_report_says_how_many_rows_of_what_are_used(tokenizer, tmp_path):
+    files = [write(tmp_path / f"{name}.jsonl", *[chat(f"{name}{i}") for i in range(9)]) for name in "ab"]
+    args = recipe_args(train_data=files, train_weights=[2, 1], max_samples=6)
+    _, report = data.load_recipe_data(args, args.train_data, tokenizer)
+    assert report.lines()[-1] == f"  6 of the rows kept are used: 4 of {files[0]}, 2 of {files[1]}"
+    assert [Path(file["file"]).name for file in report.files] == ["a.jsonl", "b.jsonl"]
+
+
+# ----------------------------------------------------------------------------------------------------- many processes
+
+
+def test_lengths_are_read_as_one_column(tokenizer, tmp_path, monkeypatch):
+    """Also of a part of the rows: not one access for each of them, in every process."""
+    rows = load_data([write(tmp_path / "a.jsonl", *[chat("x" * i) for i in range(300)])], tokenizer)
+    rows = rows.select(range(7, 290))
+    expected, reads, original = rows["length"][:], [], datasets.Dataset._getitem
+    monkeypatch.setattr(datasets.Dataset, "_getitem", lambda self, *a, **k: reads.append(a) or original(self, *a, **k))
+    sampler = EpochTrainer._get_train_sampler(
+        SimpleNamespace(
+            args=TrainingArguments(output_dir=str(tmp_path), use_cpu=True),
+            train_dataset=SampleDataset(rows),
+            _train_batch_size=2,
+        )
+    )
+    assert sampler.lengths.tolist() == expected
+    assert len(reads) <= 1
+
+
+def test_one_process_encodes_and_the_others_wait_without_a_deadline(tokenizer, tmp_path, monkeypatch):
+    """However long it takes: nobody waits in a collective, which would time out after half an hour."""
+    path = write(tmp_path / "a.jsonl", chat(), chat())
+    encoding, go_on, encoded, original = threading.Event(), threading.Event(), [], data.encode_row
+
+    def encode(row, *args):
+        encoded.append(row)
+        encoding.set()
+        assert go_on.wait(timeout=30)
+        return original(row, *args)
+
+    monkeypatch.setattr(data, "encode_row", encode)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(load_data, [path], tokenizer)
+        assert encoding.wait(timeout=30)
+        second = pool.submit(load_data, [path], tokenizer)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.3)
+        go_on.set()
+        assert hash_data(first.result()) == hash_data(second.result())
+    assert len(encoded) == 2
 
 
 @pytest.mark.slow
@@ -884,7 +1002,7 @@ def test_more_processes_give_the_same_data_and_the_same_error(tokenizer, tmp_pat
 
 def test_the_result_is_a_memory_mapped_file_with_the_promised_types(tokenizer, tmp_path):
     dataset = load_data([write(tmp_path / "a.jsonl", chat(), chat())], tokenizer)
-    assert [Path(f["filename"]).parent for f in dataset.cache_files] == [tmp_path / "cache" / "hyperdflash"]
+    assert [Path(f["filename"]).parents[1] for f in dataset.cache_files] == [tmp_path / "cache" / "hyperdflash"]
     List, Value = datasets.List, datasets.Value
     assert dataset.features == {
         "input_ids": List(Value("int32")),

@@ -3,11 +3,15 @@
 import pytest
 import torch
 from pretend_device import PretendDevice
+from test_trainer import HEADS, UNEVEN, make_rows, make_trainer
 from tiny_v4 import greedy, random_ids, tiny_drafter, tiny_dspark, tiny_target
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation_hyperdflash import _Loop
+from hyperdflash.target_hyperdflash import ResidualTap
+from hyperdflash.training.dataset import collate
+from hyperdflash.training.target import Features
 
 
 def tiny_mtp(target):
@@ -172,3 +176,36 @@ def test_flex_attention_on_the_cpu_is_refused_by_name():
     drafter.set_attn_implementation("flex_attention")
     with pytest.raises(ValueError, match="'flex_attention' does not draft on the CPU"):
         greedy(target, random_ids(5), 4, assistant_model=drafter)
+
+
+@pytest.mark.parametrize("heads", [{}, HEADS], ids=["plain", "heads"])
+def test_a_micro_batch_of_training_waits_for_nothing(tmp_path, monkeypatch, heads):
+    """From the batch on the device to its loss, whose value nobody looks at before the step."""
+    target = tiny_target(num_hash_layers=1)
+    drafter = tiny_drafter(target, block_size=4, **heads)
+    trainer = make_trainer(tmp_path, make_rows(UNEVEN), model=drafter.train(), target=target, num_anchors=6)
+    batch = trainer._add_blocks(collate([trainer.train_dataset[i] for i in range(len(UNEVEN))]), 0)
+    counts = (batch["blocks"]["labels"] != -100).sum(0)
+    with torch.no_grad(), ResidualTap(target) as tap:
+        target.model(batch["input_ids"], use_cache=False)
+        residual = tap.take()
+    with PretendDevice() as device:
+        device.move(drafter)
+        monkeypatch.setattr(type(trainer.args), "device", device.device)
+        head = trainer.head
+        modules = (*head.norm.parameters(), *head.hc_head.parameters())
+        for tensor in (*head.tensors.values(), *modules, head.lm_head, head.embedding, trainer.lm_head):
+            tensor.pretended = device.device
+        trainer._start_window()
+        there = residual.to(device.device)
+        trainer.features = lambda inputs: Features(there, there)
+        batch = {name: x.to(device.device) if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+        blocks = batch["blocks"].items()
+        batch["blocks"] = {name: x.to(device.device) if isinstance(x, torch.Tensor) else x for name, x in blocks}
+        counts = counts.to(device.device)
+        device.reads.clear()
+        device.writes.clear()
+        loss = trainer.compute_loss(drafter, batch, num_items_in_batch=counts)
+        assert loss.device == device.device
+    assert not +device.reads
+    assert not +device.writes

@@ -212,7 +212,7 @@ def test_acceptance_figures_are_a_hand_count_whatever_the_weights(gamma):
     said = torch.tensor([[0, 1, 2], [0, 3, 2], [0, 1, 2]])
     hidden, lm_head = F.one_hot(said, 4).float(), torch.eye(4)
     out = drafter_loss(hidden, labels[0], lm_head, hidden[:, :2], gamma=gamma, alpha=0.1, temperature=1.0)
-    sums = slot_sums(out, labels)[0]
+    sums = slot_sums(out, labels[0], torch.zeros(3, dtype=torch.long), 1)[0]
     figures = summarize(sums, gamma=gamma, alpha=0.1, temperature=1.0, num_kl_slots=2)
     assert [figures[f"slot_accuracy_{k}"] for k in (1, 2, 3)] == pytest.approx([3 / 3, 1 / 2, 2 / 2])
     assert [figures[f"acceptance_rate_{k}"] for k in (1, 2, 3)] == pytest.approx([1, 1 / 2, 1 / 2])

@@ -3,6 +3,7 @@
 .venv/bin/python -m pytest tests/test_regenerate.py
 """
 
+import errno
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ from fake_server import EOS, THINK_END, FakeServer, choice
 from tiny_v4 import nightly
 from transformers import AutoTokenizer
 
+from hyperdflash.common import growing_file
 from hyperdflash.common.console import UsageError
 from hyperdflash.encoding_deepseek_v4 import EOS_TOKEN, encode_with_mask
 from hyperdflash.parsers import parse
@@ -104,6 +106,7 @@ def test_the_ids_that_the_model_wrote_are_kept(ask, server, tokenizer, tmp_path)
         **say("Hello", "Re: Hello"),
         "input_ids": prompt + written,
         "loss_mask": [0] * len(prompt) + [1] * len(written),
+        "answers": 1,
         "mode": "non-thinking",
         "effort": None,
         "generation": "preview",
@@ -211,6 +214,95 @@ def test_later_turns_see_the_new_answers(ask, server, tokenizer, tmp_path):
     told = say("A", "Re: A", "B", "Re: B", "C", "Re: C")["messages"]
     assert [row["messages"] for row in rows.values()] == [told[:2], told[:4], told]
     assert [body["prompt"] for body in server.requests] == [prompt_of(told[:n], tokenizer) for n in (1, 3, 5)]
+
+
+# ------------------------------------------------------------------------------------------------ a row a conversation
+
+SIX_TURNS = say("A", "", "B", "", "C", "", "D", "", "E", "", "F")
+
+
+@pytest.fixture
+def canonical(server, tokenizer):
+    """Answers with the ids that the tokenizer gives their text, as nearly all of a model's are."""
+
+    def reply(body):
+        return choice(token_ids=[*tokenizer.encode(f"Re: {server.question(body)}", add_special_tokens=False), EOS])
+
+    server.reply = reply
+    return reply
+
+
+def test_a_conversation_of_six_turns_is_one_row_that_learns_all_answers(ask, canonical, tokenizer, tmp_path):
+    report = ask([SIX_TURNS, say("Z")])
+    assert report.num_answered == 7
+    rows = by_source(tmp_path / "out.jsonl")
+    assert {source: row["answers"] for source, row in rows.items()} == {"in.jsonl:1#6": 6, "in.jsonl:2#1": 1}
+    row = rows["in.jsonl:1#6"]
+    assert (row["input_ids"], row["loss_mask"]) == encode_with_mask(row["messages"], tokenizer)
+    assert ask([SIX_TURNS, say("Z")]).num_answered == 0  # the shorter file knows that all turns are done
+    assert by_source(tmp_path / "out.jsonl") == rows
+
+
+def test_a_conversation_that_was_broken_off_goes_on_in_its_row(ask, server, canonical, tokenizer, tmp_path):
+    server.reply = lambda body: (400, {}) if server.question(body) == "D" else canonical(body)
+    assert ask([SIX_TURNS]).num_answered == 3
+    assert [row["answers"] for row in read_lines(tmp_path / "out.jsonl")] == [3]
+    server.reply = canonical
+    assert ask([SIX_TURNS]).num_answered == 3
+    (row,) = read_lines(tmp_path / "out.jsonl")
+    assert (row["input_ids"], row["loss_mask"]) == encode_with_mask(row["messages"], tokenizer)
+
+
+def test_answers_with_other_ids_than_their_text_stay_rows_of_their_own(ask, server, canonical, tokenizer, tmp_path):
+    """The prompt of the turn after C has other ids than C's row: A to C are one row, D to F another."""
+    server.reply = lambda body: server.echo(body) if server.question(body) == "C" else canonical(body)
+    ask([SIX_TURNS])
+    rows = by_source(tmp_path / "out.jsonl")
+    assert {source: row["answers"] for source, row in rows.items()} == {"in.jsonl:1#3": 3, "in.jsonl:1#6": 3}
+    data = load_data([str(tmp_path / "out.jsonl")], tokenizer)
+    learned = [sum(mask) for mask in data["loss_mask"]]
+    canonical_answer = len(tokenizer.encode("Re: A", add_special_tokens=False)) + 1
+    assert learned == [2 * canonical_answer + len(server.spell("Re: C")) + 1, 3 * canonical_answer]
+
+
+def test_a_thinking_conversation_is_a_row_an_answer(ask, server, tmp_path):
+    """The encoding drops the reasoning of earlier turns, so that no row contains another."""
+    ids = [*server.spell("hm"), THINK_END, *server.spell("yes"), EOS]
+    server.reply = lambda body: choice(token_ids=ids)
+    ask([say("A", "", "B", "", "C")], mode="thinking")
+    rows = read_lines(tmp_path / "out.jsonl")
+    assert [(row["answers"], sum(row["loss_mask"])) for row in rows] == [(1, len(ids))] * 3
+
+
+def test_a_full_disk_leaves_the_file_with_its_repetitions(ask, canonical, tmp_path, monkeypatch):
+    def fail(file):
+        if Path(f"/proc/self/fd/{file}").readlink().name == ".out.jsonl.partial":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(growing_file.os, "fsync", fail)
+    with pytest.raises(OSError, match="out.jsonl is complete, but .* repetitions .*No space left"):
+        ask([SIX_TURNS])
+    monkeypatch.undo()
+    assert [row["answers"] for row in read_lines(tmp_path / "out.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl", "out.jsonl.settings.json"]
+    assert ask([SIX_TURNS]).num_answered == 0
+    assert [row["answers"] for row in read_lines(tmp_path / "out.jsonl")] == [6]
+
+
+def test_a_part_of_the_rows_is_answered_and_another_part_is_another_file(ask, server, tmp_path):
+    """Drawn by the seed, in the order of the file."""
+    rows = [say(f"Q{i}") for i in range(40)]
+    assert ask(rows, max_samples=12).num_answered == 12
+    first = set(server.asked())
+    assert len(first) == 12
+    assert first != {f"Q{i}" for i in range(12)}
+    assert ask(rows, max_samples=12).num_answered == 0
+    with pytest.raises(ValueError, match="was started with data_sha256="):
+        ask(rows, max_samples=13)
+    server.requests = []
+    ask(rows, max_samples=12, out=tmp_path / "again.jsonl", sampling=Sampling(seed=1))
+    assert set(server.asked()) != first
+    assert ask(rows, max_samples=100, out=tmp_path / "all.jsonl").num_answered == 40
 
 
 @pytest.mark.parametrize(
@@ -767,11 +859,14 @@ def test_the_same_question_on_two_lines_is_sampled_twice(write):
 
 def test_the_target_answers_later_turns_after_its_own_answers(write, tokenizer):
     rows = write([say("Hello", "old", "I need a train.", "old")], max_new_tokens=32)
-    first, second = rows["in.jsonl:1#1"], rows["in.jsonl:1#2"]
-    assert second["messages"][:2] == first["messages"]
-    prompt = prompt_of(second["messages"][:3], tokenizer)
-    assert second["input_ids"][: len(prompt)] == prompt
-    assert "old" not in [message["content"] for message in second["messages"]]
+    (row,) = rows.values()  # with both answers, whose ids the tokenizer gives their texts
+    assert row["answers"] == 2
+    prompt = prompt_of(row["messages"][:3], tokenizer)
+    assert row["input_ids"][: len(prompt)] == prompt
+    assert "old" not in [message["content"] for message in row["messages"]]
+    answers = [message["content"] for message in row["messages"][1::2]]
+    learned = [i for i, bit in zip(row["input_ids"], row["loss_mask"], strict=True) if bit]
+    assert tokenizer.decode([i for i in learned if i != EOS]) == "".join(answers)
 
 
 def test_the_target_thinks_when_asked_to(write, tokenizer):
@@ -789,7 +884,7 @@ def test_a_target_that_was_stopped_goes_on_to_the_same_rows(write, tmp_path):
     whole, out = write(rows, sampling=sampling), tmp_path / "out.jsonl"
     out.write_bytes(out.read_bytes()[: out.stat().st_size // 2])
     assert write(rows, sampling=sampling) == whole
-    assert 0 < write.report.num_answered < len(whole)
+    assert 0 < write.report.num_answered < sum(row["answers"] for row in whole.values())
 
 
 def test_a_prompt_as_long_as_the_target_fails_and_a_shorter_one_is_cut_there(write, tmp_path, target, monkeypatch):

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,6 +32,7 @@ from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.pairing_hyperdflash import target_fingerprint
+from hyperdflash.parsers import parse
 from hyperdflash.training import init, run_folder, train
 from hyperdflash.training.arguments import RecipeError, load_recipe
 from hyperdflash.training.init import init_drafter
@@ -369,6 +371,12 @@ def test_fewer_rows_than_a_batch_train(hd, tmp_path):
         (["learning_rate=-1"], {}, 2, ["learning_rate must not be negative"]),
         (["learning_rate=.nan"], {}, 2, ["learning_rate must be a finite number"]),
         (["adam_beta1=1"], {}, 2, ["adam_beta1 must be at least 0 and below 1"]),
+        (["attention=flash"], {}, 2, ["attention is one of eager, sdpa, flex_attention; got 'flash'"]),
+        (["max_samples=0"], {}, 2, ["max_samples must be at least 1; got 0"]),
+        (["dataset_num_proc=0"], {}, 2, ["dataset_num_proc must be at least 1; got 0"]),
+        (["train_weights=[1, 2]"], {}, 2, [r"train_weights has a number above 0 for each of 1 entries; got \[1, 2\]"]),
+        (["train_weights=[0]"], {}, 2, ["train_weights has a number above 0"]),
+        (["train_weights=[much]"], {}, 2, ["train_weights has a number above 0"]),
         (["train_data=nowhere.jsonl"], {}, 1, ["nowhere.jsonl"]),
         (
             ["target=nowhere/at-all"],
@@ -949,10 +957,30 @@ def test_stage_two_starts_from_weights_with_a_new_optimizer(hd, trained, tmp_pat
     assert "with a new optimizer and schedule" in result.out
 
 
-def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained, tmp_path):
-    assert hd("max_steps=1", without=["drafter"], init_from=str(trained / "final")).status == 0
+def test_stage_two_starts_from_a_runs_fp32_weights(hd, trained, tmp_path):
+    """Of its last checkpoint: `final/` has them rounded to bf16."""
+    result = hd("max_steps=1", "learning_rate=0", without=["drafter"], init_from=str(trained))
+    assert result.status == 0, result.err
+    assert_equal_weights(last_weights(tmp_path / "run"), last_weights(trained))
+
+
+@pytest.mark.parametrize("given", [".", "final"])
+def test_a_card_says_what_the_weights_were_trained_on_before(hd, world, trained, tmp_path, given):
+    assert hd("max_steps=1", without=["drafter"], init_from=str(trained / given)).status == 0
     card = (tmp_path / "run" / "final" / "README.md").read_text()
-    assert "training started from the weights of `final` (14 samples of `train.jsonl`)" in card
+    name = (trained / given).name
+    assert f"training started from the weights of `{name}` (14 samples of `train.jsonl`)" in card
+
+
+def test_a_run_trains_on_a_part_of_its_data(hd, world, tmp_path):
+    """The card's facts and the plan are of that part; another part is another run."""
+    result = hd("max_samples=5", "max_steps=1", eval_data=[str(world.eval_data)])
+    assert result.status == 0, result.err
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert facts["num_samples"] == 5
+    assert "5 of the rows kept are used" in result.out
+    result = hd("max_samples=6", "max_steps=2", "resume_from_checkpoint=true")
+    assert_refused(result, 1, "was trained with data_sha256")
 
 
 def cache_of_the_hub(tmp_path, monkeypatch, name: str, folder: Path) -> str:
@@ -1236,6 +1264,46 @@ def test_every_shipped_recipe_names_existing_options(recipe):
     args = load_recipe(recipe, ["use_cpu=true"])
     assert args.output_dir
     assert args.train_data
+
+
+SHELL = r"""
+hyperdflash() { printf '%s\0' "$@"; printf '\1'; }
+accelerate() { while [ "$1" != hyperdflash ]; do shift; done; shift; hyperdflash "$@"; }
+vllm() { :; }
+"""
+
+
+def header_commands(recipe: Path, folder: Path) -> list:
+    """What the commands in a recipe's header ask the command line for, loops unrolled."""
+    lines = [line[4:] for line in recipe.read_text().splitlines() if line.startswith("#   ")]
+    script = "set -e\n" + SHELL + "\n".join(lines)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, check=True)
+    return [parse(words.split("\0")[:-1]) for words in done.stdout.split("\1")[:-1]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_the_commands_in_a_recipes_header_end_with_its_training(recipe, tmp_path):
+    assert header_commands(recipe, tmp_path)[-1].recipe == str(recipe.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("stage", ["stage1", "stage2"])
+def test_the_papers_recipes_train_on_what_their_headers_make(tmp_path, stage):
+    """All of it, from files that exist then, as many rows as the paper has; evaluated on others."""
+    folder = ROOT / "training" / "recipes"
+    made = [c for name in ("stage1", "stage2") for c in header_commands(folder / f"{name}.yaml", tmp_path)]
+    made = {str(command.output): command for command in made if hasattr(command, "output")}
+    recipe = load_recipe(folder / f"{stage}.yaml", ["use_cpu=true"])
+    used = [name for name in made if any(fnmatch(name, entry) for entry in recipe.train_data)]
+    assert all(any(fnmatch(name, entry) for name in made) for entry in (*recipe.train_data, *recipe.eval_data))
+    assert sum(made[name].max_samples for name in used) == recipe.max_samples
+    assert len({(*made[name].files, made[name].seed) for name in used}) == len(
+        used
+    )  # no conversations twice by design
+    assert {(made[name].mode, made[name].temperature) for name in used} == {
+        (mode, temperature) for mode in ("non-thinking", "thinking") for temperature in (0.0, 1.0)
+    }
+    asked = {file for name in used for file in made[name].files}
+    assert not any(asked & set(made[name].files) for name in made if fnmatch(name, recipe.eval_data[0]))
 
 
 @pytest.mark.parametrize(

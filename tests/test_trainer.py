@@ -199,7 +199,7 @@ def test_prompt_tokens_get_no_loss(tmp_path):
     other = rows.map(lambda row: {"input_ids": row["input_ids"][:8] + [5] * 8})
     trainer = make_trainer(tmp_path, rows)
     batch = trainer._add_blocks(collate([trainer.train_dataset[0]]), 0)
-    assert batch["blocks"]["anchors"].tolist() == [[8, 9, 10, 11, 12, 13, 14]]
+    assert batch["blocks"]["anchors"].tolist() == [8, 9, 10, 11, 12, 13, 14]
     labels = batch["blocks"]["labels"]
     assert set(labels[labels != -100].tolist()) <= set(rows[0]["input_ids"][9:])
     batch = trainer._add_blocks(collate([SampleDataset(other)[0]]), 0)

@@ -21,6 +21,7 @@ from transformers.training_args import trainer_log_levels
 
 from ..common.console import UsageError, check_installed
 from ..common.options import DRAFTER_OPTIONS as OPTIONS
+from ..common.precision import has_bf16
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import check_options
 
@@ -37,6 +38,7 @@ UNSUPPORTED = {
     "batch_eval_metrics": (False, "evaluation adds up the sums of all batches"),
 }
 KL_TEACHERS = ("mean_pool", "hc_head")
+ATTENTIONS = (None, "eager", "sdpa", "flex_attention")
 # max_length: one position of context, an anchor, and a token to predict
 AT_LEAST = {
     **{"max_length": 3, "num_anchors": 1, "loss_chunk_size": 1, "kl_num_slots": 0, "eval_decode_max_new_tokens": 1},
@@ -64,9 +66,16 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         drafter (`dict`, *optional*):
             Options of `hyperdflash init` for a new drafter: `block_size`, `num_hidden_layers`, `mask_token_id`, ...
         init_from (`str`, *optional*):
-            Folder or Hub id of a drafter whose weights training starts from, with a new optimizer (stage 2).
+            Folder or Hub id of a drafter whose weights training starts from, with a new optimizer (stage 2). Of a
+            run's folder it is the best or last checkpoint.
         train_data (`list[str]`), eval_data (`list[str]`, *optional*):
-            Files, globs or Hub data sets; see `training/data.py`.
+            Files, globs or Hub data sets (`"org/name@revision:config:split"`); see `training/data.py`.
+        train_weights (`list[float]`, *optional*):
+            Shares of the entries of `train_data`, one for each, in the rows drawn of them; no row is repeated.
+        max_samples (`int`, *optional*):
+            How many rows of `train_data` to draw at most, by `data_seed` (else `seed`); by default all.
+        dataset_num_proc (`int`, *optional*):
+            Processes that encode the data.
         mode, effort, generation (`str`):
             Of the chat encoding, for rows that do not set their own.
         max_length (`int`, *optional*, defaults to 3072):
@@ -76,6 +85,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         features (`str`, *optional*, defaults to `"online"`):
             `"online"`: the target runs in every step. `"offline"`: its residuals come from `features_dir`, written by
             `hyperdflash features`.
+        attention (`str`, *optional*):
+            Of the drafter in training: `"flex_attention"` (compiled, a batch at once; by default on a GPU), `"eager"`
+            (a sample at a time; by default on a CPU) or `"sdpa"` (likewise, torch's fused one).
         num_anchors (`int`, *optional*, defaults to 512):
             Blocks drawn from every sample, again at every step.
         gamma (`float`, *optional*, defaults to 4.0):
@@ -104,6 +116,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     init_from: str | None = None
     train_data: list[str] = field(default_factory=list)
     eval_data: list[str] = field(default_factory=list)
+    train_weights: list[float] = field(default_factory=list)
+    max_samples: int | None = None
+    dataset_num_proc: int | None = None
     mode: str = "non-thinking"
     effort: str | None = None
     generation: str = "preview"
@@ -111,6 +126,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     skip_bad_rows: bool = False
     features: str = "online"
     features_dir: str | None = None
+    attention: str | None = None
     num_anchors: int = 512
     gamma: float = 4.0
     kl_alpha: float = 0.15
@@ -153,6 +169,8 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             if not self.accelerator_config:
                 raise
             raise RecipeError(f"accelerator_config: {error}") from error
+        if self.bf16 and not has_bf16(self.device):
+            self.mixed_precision = "no"  # `bf16` itself stays: it is what a resumed run is compared by
         # Both change which process gets which sample; the order of epochs is ours (EpochSampler)
         if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
             raise RecipeError(
@@ -164,12 +182,13 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         for name, allowed in (
             ("features", FEATURES),
             ("kl_teacher", KL_TEACHERS),
+            ("attention", ATTENTIONS),
             ("train_sampling_strategy", ("random", "group_by_length")),
             ("log_level", tuple(trainer_log_levels)),
             ("log_level_replica", tuple(trainer_log_levels)),
         ):
             if getattr(self, name) not in allowed:
-                raise RecipeError(f"{name} is one of {', '.join(allowed)}; got {getattr(self, name)!r}")
+                raise RecipeError(f"{name} is one of {', '.join(filter(None, allowed))}; got {getattr(self, name)!r}")
         try:
             check_options(self.mode, self.effort, self.generation)
         except ValueError as error:
@@ -177,6 +196,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         for name, least in AT_LEAST.items():
             if getattr(self, name) < least:
                 raise RecipeError(f"{name} must be at least {least}; got {getattr(self, name)}")
+        for name in ("max_samples", "dataset_num_proc"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise RecipeError(f"{name} must be at least 1; got {getattr(self, name)}")
         for name in ("adam_beta1", "adam_beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise RecipeError(f"{name} must be at least 0 and below 1; got {getattr(self, name)}")
@@ -210,6 +232,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             raise RecipeError(
                 "target_dtype: DeepSeek-V4 does not run in float16 in transformers: choose bfloat16, float32 or auto"
             )
+        weights, entries = self.train_weights, self.train_data
+        if weights and (len(weights) != len(entries) or not all(type(w) in (int, float) and w > 0 for w in weights)):
+            raise RecipeError(f"train_weights has a number above 0 for each of {len(entries)} entries; got {weights}")
         if self.eval_decode_prompts and not self.eval_data:
             raise RecipeError("eval_decode_prompts takes its prompts from eval_data, which is empty")
         if self.init_from and self.drafter:

@@ -15,16 +15,18 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import torch
+from filelock import FileLock
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .. import encoding_deepseek_v4 as encoding
 from ..common import data_files
 from ..common.data_files import to_messages
+from ..common.files import written_whole
 
 if TYPE_CHECKING:  # `datasets` costs a second to import, which commands that read no data need not pay
     import datasets
@@ -137,6 +139,7 @@ class DataReport:
         counts (`dict[str, int]`): rows left out, by reason.
         examples (`dict[str, list[str]]`): up to three sources for each reason; for a bad row also what is wrong.
         files (`list[dict]`): `file` and `sha256` of each.
+        parts (`dict[str, int]`): where a part of the rows was drawn, how many from each entry.
     """
 
     num_rows: int = 0
@@ -145,6 +148,7 @@ class DataReport:
     counts: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
     files: list[dict] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
 
     def add(self, source: str, sample: Sample, error: str = "") -> None:
         """Count one row."""
@@ -166,6 +170,9 @@ class DataReport:
             out.append(f"  {count:,} left out: {reason} ({'; '.join(self.examples[reason])}{more})")
         if self.num_cut:
             out.append(f"  {self.num_cut:,} of the rows kept are longer than max_length: their ends are not learned")
+        if self.parts:
+            parts = ", ".join(f"{count:,} of {name}" for name, count in self.parts.items())
+            out.append(f"  {sum(self.parts.values()):,} of the rows kept are used: {parts}")
         return out
 
     def why_nothing_is_left(self) -> str:
@@ -235,12 +242,74 @@ def load_recipe_data(
 ) -> "tuple[datasets.Dataset, DataReport]":
     """[`load_data_with_report`] with the settings of a run's arguments: the rows of training are those of features.
 
+    Args:
+        files: `args.train_data`, of which `max_samples` and `train_weights` draw a part, or `args.eval_data`.
+
     Raises `ValueError` too for a token that the run's target does not have.
     """
-    settings = {name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length", "skip_bad_rows")}
-    dataset, report = load_data_with_report(files, tokenizer, **settings)
-    check_vocabulary(dataset, AutoConfig.from_pretrained(args.target, revision=args.target_revision).vocab_size)
-    return dataset, report
+    names = ("mode", "effort", "generation", "max_length", "skip_bad_rows")
+    settings = {name: getattr(args, name) for name in names} | {"num_proc": args.dataset_num_proc}
+    vocab_size = AutoConfig.from_pretrained(args.target, revision=args.target_revision).vocab_size
+    is_drawn = files is args.train_data and (args.max_samples or args.train_weights)  # not `==`: both may name a file
+    # With weights, each entry by itself: a pattern is one, however many files it matches
+    entries = [[name] for name in files] if is_drawn and args.train_weights else [files]
+    loaded = []
+    for entry in entries:
+        loaded.append(load_data_with_report(entry, tokenizer, **settings))
+        check_vocabulary(loaded[-1][0], vocab_size)
+    if not is_drawn:
+        return loaded[0]
+    seed = args.seed if args.data_seed is None else args.data_seed
+    counts = share([len(rows) for rows, _ in loaded], args.train_weights or [1.0], args.max_samples)
+    if not all(counts):
+        name = entries[counts.index(0)][0]
+        raise ValueError(f"max_samples {args.max_samples} leaves no row of {name}: raise it, or the entry's weight")
+    report = _join([report for _, report in loaded])
+    report.parts = {", ".join(map(str, entry)): count for entry, count in zip(entries, counts, strict=True)}
+    parts = [draw(rows, count, seed) for (rows, _), count in zip(loaded, counts, strict=True)]
+    return _concatenate(parts), report
+
+
+def share(sizes: list[int], weights: list[float], max_samples: int | None) -> list[int]:
+    """How many rows to draw of each data set: in proportion to the weights, together as many as the sizes allow and at
+    most `max_samples`."""
+    shares = [weight / sum(weights) for weight in weights]
+    total = min(int(size / part + 1e-9) for size, part in zip(sizes, shares, strict=True))
+    total = min(total, max_samples or total)
+    # The bounds are rounded, not the counts, so that these add up
+    bounds = [round(total * sum(shares[:i])) for i in range(len(shares) + 1)]
+    return [min(stop - start, size) for start, stop, size in zip(bounds, bounds[1:], sizes, strict=False)]
+
+
+def draw(rows: "datasets.Dataset", count: int, seed: int) -> "datasets.Dataset":
+    """`count` of the rows, in their order."""
+    if count == len(rows):
+        return rows
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))[:count]
+    return rows.select(chosen.sort().values.numpy())
+
+
+def _join(reports: list[DataReport]) -> DataReport:
+    joined = DataReport()
+    for report in reports:
+        for name in ("num_rows", "num_kept", "num_cut"):
+            setattr(joined, name, getattr(joined, name) + getattr(report, name))
+        joined.files += report.files
+        for reason, count in report.counts.items():
+            joined.counts[reason] = joined.counts.get(reason, 0) + count
+            joined.examples[reason] = (joined.examples.get(reason, []) + report.examples[reason])[:3]
+    return joined
+
+
+def _concatenate(parts: "list[datasets.Dataset]") -> "datasets.Dataset":
+    import datasets
+
+    return datasets.concatenate_datasets(parts) if len(parts) > 1 else parts[0]
+
+
+def read_lengths(rows: "datasets.Dataset") -> np.ndarray:
+    """Tokens of every row, `(N,)`: one column of Arrow, where a loop would take 200 us a row."""
+    return rows.select_columns("length").with_format("numpy")[:]["length"]
 
 
 def check_vocabulary(dataset: "datasets.Dataset", vocab_size: int) -> None:
@@ -301,10 +370,11 @@ def _encode_all(
     contents = [(origin.name, scan[2]) for origin, scan in zip(origins, scans, strict=True)]
     fingerprint = _fingerprint(contents, settings, tokenizer)
     cache = Path(datasets.config.HF_DATASETS_CACHE) / "hyperdflash"
+    encoded = cache / f"data-{fingerprint}"
     options = {"origins": origins, "tokenizer": tokenizer, "settings": settings, "skip_bad_rows": skip_bad_rows}
 
-    def encode(folder: Path) -> datasets.Dataset:
-        return index.map(
+    def encode(folder: Path) -> None:
+        index.map(
             _encode_batch,
             batched=True,
             batch_size=256,
@@ -312,24 +382,23 @@ def _encode_all(
             features=_features(datasets),  # inferred, a column of empty lists would be null
             fn_kwargs=options,
             num_proc=num_proc,
-            cache_file_name=str(folder / f"data-{fingerprint}.arrow"),
-            load_from_cache_file=True,  # even where `datasets` has caching disabled
+            cache_file_name=str(folder / "data.arrow"),
             # The library's own hashes a pickle of `fn_kwargs`, and a tokenizer's changes once it is used
             new_fingerprint=fingerprint,
             desc="Encoding data",
         )
 
     with data_files.quiet_datasets(), _cache_named(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-        # With `num_proc`, `datasets` adds the part's number to the name, hence the star
-        if not any(cache.glob(f"data-{fingerprint}*.arrow")):
-            # In a folder of its own: on a full disk, `datasets` leaves its temporary file behind
-            with TemporaryDirectory(dir=cache, prefix="part-") as part:
-                encode(Path(part))
-                for file in Path(part).iterdir():
-                    file.rename(cache / file.name)
-        # Finds the files, and only maps them into memory
-        return encode(cache)
+        if not encoded.is_dir():
+            cache.mkdir(parents=True, exist_ok=True)
+            # One process encodes, and the others of a run wait as long as that takes: a barrier would time out
+            with FileLock(cache / f".{encoded.name}.lock"):
+                if not encoded.is_dir():
+                    with written_whole(encoded) as folder:
+                        encode(folder)
+        # Several with `num_proc`, numbered; only mapped into memory. `datasets` may put files of its own beside them
+        files = sorted(encoded.glob("data*.arrow"))
+        return _concatenate([datasets.Dataset.from_file(str(file)) for file in files])
 
 
 @contextmanager

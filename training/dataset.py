@@ -3,7 +3,7 @@
 Legend: B batch, T sequence, m residual paths, D hidden.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,9 +43,21 @@ class SampleDataset(Dataset):
         return {"sample_id": index, "input_ids": ids, "loss_mask": mask, **stored}
 
 
-def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
+class OnCpu:
+    """What anchors are drawn from. Not a tuple, whose tensors would be moved to the device and copied back.
+
+    Attributes:
+        input_ids, loss_mask (`torch.Tensor` of shape `(B, T)`), sample_ids, lengths (`list[int]`): the batch's.
+    """
+
+    def __init__(self, batch: dict[str, torch.Tensor]):
+        self.input_ids, self.loss_mask = batch["input_ids"], batch["loss_mask"]
+        self.sample_ids, self.lengths = batch["sample_ids"].tolist(), batch["lengths"].tolist()
+
+
+def collate(samples: list[dict]) -> dict[str, torch.Tensor | OnCpu]:
     """One batch, padded on the right: `input_ids` and `loss_mask` `(B, T)`, `sample_ids` and `lengths` `(B,)`, stored
-    features `(B, T, m, D)`. Padding is never supervised."""
+    features `(B, T, m, D)`; and `on_cpu`, which stays there. Padding is never supervised."""
     batch = {
         "sample_ids": torch.tensor([sample["sample_id"] for sample in samples]),
         # 0 for a filler, whose one token is not of the data
@@ -54,7 +66,7 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     # Zeros, a real token's id: on the right of a sequence, causal attention hides them from all its tokens
     for name in samples[0].keys() - {"sample_id"}:
         batch[name] = pad_sequence([sample[name] for sample in samples], batch_first=True)
-    return batch
+    return {**batch, "on_cpu": OnCpu(batch)}
 
 
 class EpochSampler(Sampler[int]):
@@ -64,13 +76,13 @@ class EpochSampler(Sampler[int]):
     counts twice.
 
     Args:
-        lengths (`list[int]`): tokens of every sample.
+        lengths (`(N,)`): tokens of every sample.
         batch_size: samples of an optimizer step: of a device, times accumulation steps, times processes.
         group_by_length: batches of samples of similar length, cut from random pools of fifty batches.
     """
 
-    def __init__(self, lengths: list[int], batch_size: int, seed: int, group_by_length: bool = False):
-        self.lengths, self.batch_size, self.seed = torch.tensor(lengths), batch_size, seed
+    def __init__(self, lengths: Sequence[int], batch_size: int, seed: int, group_by_length: bool = False):
+        self.lengths, self.batch_size, self.seed = torch.as_tensor(lengths), batch_size, seed
         self.group_by_length, self.epoch = group_by_length, 0
 
     def set_epoch(self, epoch: int) -> None:

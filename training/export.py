@@ -25,11 +25,19 @@ from ..common.files import check_output, copy_encoding, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..serving.vllm_format import check_servable, is_served, write_vllm
 from .model_card import check_matplotlib, has_picture, write_card
-from .run_folder import BASE_FOLDER, STATE_FILE, list_checkpoints, read_run, read_state
+from .run_folder import (
+    ADAPTER_CONFIG,
+    BASE_FOLDER,
+    STATE_FILE,
+    choose_checkpoint,
+    list_checkpoints,
+    read_run,
+    read_state,
+)
 
 logger = logging.get_logger(__name__)
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 FORMATS = ("hf", "vllm")
@@ -128,24 +136,6 @@ def find_checkpoint(folder: str | Path, run_dir: str | Path | None = None) -> tu
             )
         run_dir = run_dir or folder.parent
     return folder, run_dir
-
-
-def choose_checkpoint(run_dir: Path) -> Path:
-    """The best checkpoint by the run's metric; without one, the last complete one."""
-    states = {path: state for path in list_checkpoints(run_dir) if (state := read_state(path)) is not None}
-    if not states:
-        raise ValueError(f"{run_dir} has no complete checkpoint: none of its checkpoint-* folders has a {STATE_FILE}")
-    last = list(states)[-1]  # its state knows the best of all before it
-    best = states[last].get("best_model_checkpoint")
-    if best is None:
-        return last
-    chosen = run_dir / Path(best).name  # the run may have been moved since
-    if chosen not in states:
-        raise ValueError(
-            f"{chosen.name}, the best checkpoint according to {last.name}, is missing from {run_dir} or incomplete: "
-            f"name the one to export, for example {last}"
-        )
-    return chosen
 
 
 # ------------------------------------------------------------------------------------------------------------- weights

@@ -34,6 +34,7 @@ from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
 from .data import hash_data, hash_tokenizer, load_recipe_data
 from .feature_store import FeatureWriter, OfflineFeatures, check_space, open_shard
 from .init import drafter_config
+from .run_folder import starting_weights
 from .target import OnlineFeatures
 from .vllm_features import adopt_shards, check_source, read_head, write_plan
 
@@ -84,7 +85,7 @@ def read_drafter_config(
     Raises `ValueError` for `drafter` options that contradict each other or the target.
     """
     if args.init_from:
-        name, revision = init_from or resolve_checkpoint(args.init_from)
+        name, revision = init_from or resolve_checkpoint(starting_weights(args.init_from))
         config = HyperDFlashConfig.from_pretrained(name, revision=revision)
     else:
         target = AutoConfig.from_pretrained(args.target, revision=args.target_revision)

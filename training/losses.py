@@ -33,10 +33,10 @@ class LossOutput(NamedTuple):
     overlap: torch.Tensor | None = None
 
 
-def slot_weights(num_slots: int, gamma: float) -> torch.Tensor:
+def slot_weights(num_slots: int, gamma: float, device: torch.device | None = None) -> torch.Tensor:
     """`w_k = exp(-(k - 1) / gamma)` for slots 1..num_slots; `gamma` 0 weighs all alike."""
-    slots = torch.arange(num_slots, dtype=torch.float32)
-    return torch.exp(-slots / gamma) if gamma else torch.ones(num_slots)
+    slots = torch.arange(num_slots, dtype=torch.float32, device=device)
+    return torch.exp(-slots / gamma) if gamma else torch.ones_like(slots)
 
 
 def drafter_loss(
@@ -77,7 +77,7 @@ def drafter_loss(
     if counts is None:
         counts = (labels != -100).sum(0)
     counts = counts.to(hidden.device, torch.float32)
-    weights = slot_weights(num_slots, gamma).to(hidden.device)
+    weights = slot_weights(num_slots, gamma, hidden.device)  # made there: a copy would wait for the device
     ce_scale = weights / (weights * counts).sum().clamp(min=1e-8)  # (S,)
     # T^2 makes up for softening, which divides the gradient by it (Hinton et al., 2015)
     kl_scale = alpha * temperature**2 / max(num_kl_slots, 1) / counts[:num_kl_slots].clamp(min=1)  # (P,)

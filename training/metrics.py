@@ -1,6 +1,6 @@
 """Figures of training and evaluation: sums and counts, divided once at the end.
 
-Legend: B batch, A anchors, S slots.
+Legend: B samples, N blocks, S slots.
 """
 
 import torch
@@ -11,25 +11,27 @@ from .losses import LossOutput, slot_weights
 VALID, CORRECT, REACHED, ACCEPTED, CE, KL = range(6)
 
 
-def slot_sums(output: LossOutput, labels: torch.LongTensor) -> torch.Tensor:
+def slot_sums(
+    output: LossOutput, labels: torch.LongTensor, samples: torch.LongTensor, num_samples: int
+) -> torch.Tensor:
     """Sums over the blocks of each sample, `(B, 6, S)` in fp64: valid slots, correct ones, those whose earlier slots
     were all correct, those correct among these, cross-entropy, KL.
 
     Args:
-        output: of `drafter_loss`, its blocks flattened from `(B, A)`.
-        labels (`(B, A, S)`): -100 where a slot has no label.
+        output: of `drafter_loss`.
+        labels (`(N, S)`): -100 where a slot has no label.
+        samples (`(N,)`), num_samples: the sample of each block, below B.
     """
     valid = labels != -100
-    correct = output.correct.view(labels.shape)  # (B, A, S)
-    accepted = correct.long().cumprod(-1).bool()
+    accepted = output.correct.long().cumprod(-1).bool()  # (N, S)
     # A slot is reached where all earlier drafts of its block were right
     reached = valid.clone()
     reached[..., 1:] &= accepted[..., :-1]
     # KL has P columns, the other figures S
     kl = torch.zeros_like(output.ce)
     kl[:, : output.kl.shape[1]] = output.kl
-    rows = (valid, correct, reached, accepted, output.ce.view(labels.shape), kl.view(labels.shape))
-    return torch.stack([row.double().sum(1) for row in rows], dim=1)
+    rows = torch.stack((valid, output.correct, reached, accepted, output.ce, kl), dim=1).double()  # (N, 6, S)
+    return rows.new_zeros(num_samples, *rows.shape[1:]).index_add_(0, samples, rows)
 
 
 def summarize(sums: torch.Tensor, *, gamma: float, alpha: float, temperature: float, num_kl_slots: int) -> dict:

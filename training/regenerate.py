@@ -10,11 +10,16 @@ Every assistant turn that follows a user turn is replaced, and later turns see t
 ends with a user turn gets an answer. Other assistant turns have no header in the encoding and stay as they are. An
 answer that reaches the length limit ends its conversation: half an answer is not a context for the next turn.
 
-A line of the output is one answer, with the ids that the model read and wrote, which training uses unchanged:
+A line of the output is a conversation up to an answer, with the ids that the model read and wrote, which training uses
+unchanged:
 
-    {"messages": [...], "input_ids": [...], "loss_mask": [...], "mode", "effort", "generation",
+    {"messages": [...], "input_ids": [...], "loss_mask": [...], "answers": 1, "mode", "effort", "generation",
      "source": "chats.jsonl:12#1", "model", "temperature", "finish_reason": "stop" | "length",
      "token_ids": "exact" | "re-encoded"}
+
+The prompt of a turn usually begins with the ids of the turn before. Its loss mask then covers the answers before it
+too, `answers` in all, and a finished run leaves out the lines that a later one contains: one line a conversation. (Not
+where the encoding drops an earlier turn's reasoning, or writes an answer with other tokens than the model did.)
 
 Run the same command again to resume after a stop or a kill. `OUT.failed.jsonl` has the turns that got no answer in the
 last run, with the reason; the next run tries them again. `OUT.jsonl.settings.json` has the settings that answers
@@ -28,7 +33,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +44,7 @@ from ..common.checkpoint import load_tokenizer
 from ..common.console import UsageError
 from ..common.data_files import read_rows, to_messages
 from ..common.files import write_atomically
-from ..common.growing_file import GrowingFile, write_line
+from ..common.growing_file import GrowingFile, drop_lines, write_line
 from ..encoding_deepseek_v4 import encode_messages, encode_with_mask
 from .data import hash_tokenizer
 from .writers import Answer, AnswerError, Sampling, ServerWriter, TargetWriter, Turn, TurnQueue
@@ -85,12 +90,15 @@ class Input:
     sha256: str = ""
 
 
-def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Input:
-    """Read every row once, before any work. Raises `ValueError` that names file and line of a bad row, unless they are
-    to be skipped, and for a file given twice; `OSError` for a missing one."""
+def inspect_input(
+    files: list[str], encoding: dict, skip_bad_rows: bool, max_samples: int | None = None, seed: int = 0
+) -> Input:
+    """Read every row to be answered once, before any work. Raises `ValueError` that names file and line of a bad row,
+    unless they are to be skipped, and for a file given twice; `OSError` for a missing one."""
     # A file given twice has its line numbers start again, or its name come back after another's
     found, digest, seen, last = Input(), hashlib.sha256(), set(), ("", 0)
-    for source, row in tqdm(read_rows(files), desc="Reading rows", unit=" rows", disable=None, leave=False):
+    rows = read_rows(files, max_samples, seed)
+    for source, row in tqdm(rows, desc="Reading rows", unit=" rows", disable=None, leave=False):
         # Bad rows too: with one of them repaired, the input is another one
         digest.update(json.dumps([source, repr(row) if isinstance(row, ValueError) else row], default=str).encode())
         name, _, number = source.rpartition(":")
@@ -110,15 +118,29 @@ def inspect_input(files: list[str], encoding: dict, skip_bad_rows: bool) -> Inpu
 
 
 def make_turn(
-    source: str, number: int, messages: list[dict], encoding: dict, tokenizer: PreTrainedTokenizerBase, seed: int
+    source: str,
+    number: int,
+    messages: list[dict],
+    encoding: dict,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int,
+    before: dict | None = None,
 ) -> Turn:
-    """The `number`-th re-written turn (from 1) of a conversation whose earlier answers are new already."""
+    """The `number`-th re-written turn (from 1) of a conversation whose earlier answers are new already.
+
+    Args:
+        before: the output's row of the turn before.
+    """
     position = answer_positions(messages)[number - 1]
     ids, _ = encode_with_mask(messages[:position], tokenizer, add_generation_prompt=True, **encoding)
     name = source.rpartition("/")[2]  # the same seed wherever the file lies
     # 31 bits, so that it fits a signed 32-bit integer wherever it is sent
     own_seed = int.from_bytes(hashlib.sha256(f"{seed}:{name}#{number}".encode()).digest()[:4]) >> 1
-    return Turn(source, number, messages, position, encoding, ids, own_seed)
+    turn = Turn(source, number, messages, position, encoding, ids, own_seed)
+    if before is None or ids[: len(before["input_ids"])] != before["input_ids"]:
+        return turn
+    # Files of earlier versions have no `answers`: a row was of one
+    return replace(turn, known_mask=before["loss_mask"], num_known=before.get("answers", 1))
 
 
 # ---------------------------------------------------------------------------------------------------------- the output
@@ -181,12 +203,27 @@ class Output(GrowingFile):
         # A conversation's turns are in order in the file: the last one read stays
         self.done[source] = int(turn), row["finish_reason"], start
 
-    def messages_of(self, source: str) -> list[dict]:
-        """The conversation up to its last turn in the file."""
+    def last_row(self, source: str) -> dict:
+        """The row of a conversation's last turn in the file."""
         # From the file: the conversations of a whole data set may not fit into memory
         with self.path.open("rb") as file:
             file.seek(self.done[source][2])
-            return json.loads(file.readline())["messages"]
+            return json.loads(file.readline())
+
+    def drop_covered(self) -> None:
+        """Leave out the rows whose answers are all in a later row of their conversation. Raises `OSError` naming the
+        file, which then stays as it is."""
+        last, covered, start = {}, set(), 0
+        with self.path.open("rb") as file:
+            for line in file:
+                row = json.loads(line)
+                source = row["source"].rpartition("#")[0]
+                if row.get("answers", 1) > 1 and source in last:  # it has all that the row before has
+                    covered.add(last[source])
+                last[source] = start
+                start += len(line)
+        if covered:
+            drop_lines(self.path, covered)
 
     def fail(self, row: dict) -> None:
         """Append to the failed rows, whose file exists only if there are any."""
@@ -230,31 +267,38 @@ class _Run:
     """One run over the rows: what is left to be asked, and what becomes of every answer."""
 
     def __init__(
-        self, files, encoding: dict, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, output: Output, model: str
+        self,
+        files,
+        encoding: dict,
+        sampling: Sampling,
+        tokenizer: PreTrainedTokenizerBase,
+        output: Output,
+        model: str,
+        max_samples: int | None,
     ):
         self.files, self.encoding, self.sampling, self.tokenizer = files, encoding, sampling, tokenizer
-        self.output, self.model = output, model
+        self.output, self.model, self.max_samples = output, model, max_samples
         self.report = Report(num_done_before=sum(done[0] for done in output.done.values()))
 
     def turns(self) -> Iterator[Turn]:
         """The first turn of every conversation that the output does not hold."""
-        for source, row in read_rows(self.files):
+        for source, row in read_rows(self.files, self.max_samples, self.sampling.seed):
             try:
                 messages, encoding = read_conversation(row, self.encoding)
             except ValueError as error:
                 self.report.num_failed += 1
                 self.output.fail({"source": source, "reason": f"bad row: {error}"})
                 continue
-            number = 1
+            number, before = 1, None
             if source in self.output.done:
                 number, reason, _ = self.output.done[source]
                 # Later turns follow the answers in the file, not those of the row
-                new = self.output.messages_of(source)
-                messages = new + messages[len(new) :]
+                before = self.output.last_row(source)
+                messages = before["messages"] + messages[len(before["messages"]) :]
                 if self._is_over(messages, number, reason == "length"):
                     continue
                 number += 1
-            yield make_turn(source, number, messages, encoding, self.tokenizer, self.sampling.seed)
+            yield make_turn(source, number, messages, encoding, self.tokenizer, self.sampling.seed, before)
 
     def _is_over(self, messages: list[dict], number: int, is_broken_off: bool) -> bool:
         """Whether turn `number` was the conversation's last; counts the turns that will not be asked."""
@@ -267,30 +311,30 @@ class _Run:
         """Write an answer; returns the turn that follows it."""
         messages = [*turn.prompt, answer.message]
         is_cut = answer.finish_reason == "length"
+        num_new = len(turn.prompt_ids) - len(turn.known_mask)
+        row = {
+            "messages": list(messages),
+            "input_ids": turn.prompt_ids + answer.input_ids,
+            "loss_mask": turn.known_mask + [0] * num_new + [1] * len(answer.input_ids),
+            "answers": turn.num_known + 1,
+            **turn.encoding,
+            "source": f"{turn.source}#{turn.number}",
+            "model": self.model,
+            "temperature": self.sampling.temperature,
+            "finish_reason": answer.finish_reason,
+            "token_ids": answer.token_ids,
+        }
         # Before the next turn is asked: a kill loses only the answers under way
-        self.output.append(
-            {
-                "messages": messages,
-                "input_ids": turn.prompt_ids + answer.input_ids,
-                "loss_mask": [0] * len(turn.prompt_ids) + [1] * len(answer.input_ids),
-                **turn.encoding,
-                "source": f"{turn.source}#{turn.number}",
-                "model": self.model,
-                "temperature": self.sampling.temperature,
-                "finish_reason": answer.finish_reason,
-                "token_ids": answer.token_ids,
-            }
-        )
+        self.output.append(row)
         self.report.num_answered += 1
         self.report.num_tokens += len(answer.input_ids)
         self.report.num_cut += is_cut
         self.report.num_re_encoded += answer.token_ids == "re-encoded"
-        # Only now: the row above, which shares this list, ends with the answer
         messages += turn.messages[turn.position + 1 :]
         if self._is_over(messages, turn.number, is_cut):
             return None
         seed = self.sampling.seed
-        return make_turn(turn.source, turn.number + 1, messages, turn.encoding, self.tokenizer, seed)
+        return make_turn(turn.source, turn.number + 1, messages, turn.encoding, self.tokenizer, seed, row)
 
     def fail(self, turn: Turn, error: AnswerError) -> None:
         """Write a turn without an answer to the failed rows, as a row that can be asked again."""
@@ -311,6 +355,7 @@ def regenerate(
     generation: str = "preview",
     sampling: Sampling = Sampling(),  # noqa: B008  a named tuple
     skip_bad_rows: bool = False,
+    max_samples: int | None = None,
 ) -> Report:
     """Regenerate the answers to the conversations of `files`, into `output`; see this file's docstring.
 
@@ -322,6 +367,7 @@ def regenerate(
         mode, effort, generation: of the encoding.
         sampling: limit, temperature, nucleus and seed of the answers.
         skip_bad_rows: count rows that cannot be used as failed, instead of stopping at the first before any work.
+        max_samples: how many rows to answer, drawn by the sampling's seed; by default all.
 
     Raises:
         ValueError: for bad rows, settings, or an output that was started with other settings.
@@ -330,15 +376,17 @@ def regenerate(
     check_paths(files, output)
     encoding = {"mode": mode, "effort": effort, "generation": generation}
     encode_with_mask([{"role": "user", "content": ""}], tokenizer, **encoding)  # a tokenizer without control tokens
-    found = inspect_input(files, encoding, skip_bad_rows)
+    found = inspect_input(files, encoding, skip_bad_rows, max_samples, sampling.seed)
+    # A part is data of its own: `data_sha256` tells which
     hashes = {"data_sha256": found.sha256, "tokenizer_sha256": hash_tokenizer(tokenizer)}
     out = Output(output, {**writer.identity, **encoding, **sampling._asdict(), **hashes})
     # Before the target is loaded, which may take minutes
     out.check()
     writer.load()
     with out:
-        run = _Run(files, encoding, sampling, tokenizer, out, writer.name)
+        run = _Run(files, encoding, sampling, tokenizer, out, writer.name, max_samples)
         _answer_all(run, writer, found.num_turns)
+        out.drop_covered()
     return run.report
 
 
@@ -397,6 +445,7 @@ def run(args: argparse.Namespace) -> int:
         generation=args.generation,
         sampling=sampling,
         skip_bad_rows=args.skip_bad_rows,
+        max_samples=args.max_samples,
     )
     print(f"{args.output}: {report}")
     if report.num_failed:

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ..common.files import write_atomically, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
 from .arguments import HyperDFlashTrainingArguments, RecipeError
-from .data import DataReport
+from .data import DataReport, read_lengths
 from .target import TargetHead
 
 if TYPE_CHECKING:  # costs a second to import
@@ -62,6 +62,8 @@ SHOWN = (
     *("max_length", "num_anchors", "gamma", "kl_alpha", "kl_num_slots", "kl_temperature", "kl_teacher"),
 )
 BASE_FOLDER = "base"  # the drafter that a run's adapter belongs to
+FINAL = "final"  # the sub-folder that is published
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 @dataclass
@@ -104,7 +106,7 @@ def read_run(checkpoint: Path, run_dir: Path | None) -> Run:
         state=state,
         # Only a log that continues this checkpoint's: the folder may hold remains of another run.
         history=max([own, *(log for log in logs if log[: len(own)] == own)], key=len),
-        adapter=(checkpoint / "adapter_config.json").is_file(),
+        adapter=(checkpoint / ADAPTER_CONFIG).is_file(),
     )
 
 
@@ -132,6 +134,35 @@ def list_checkpoints(run_dir: Path) -> list[Path]:
     folders = [path for path in run_dir.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
     # As numbers: as text, checkpoint-1000 comes before checkpoint-200
     return sorted(folders, key=lambda path: int(path.name.rsplit("-", 1)[1]))
+
+
+def choose_checkpoint(run_dir: Path) -> Path:
+    """The best checkpoint by the run's metric; without one, the last complete one."""
+    states = {path: state for path in list_checkpoints(run_dir) if (state := read_state(path)) is not None}
+    if not states:
+        raise ValueError(f"{run_dir} has no complete checkpoint: none of its checkpoint-* folders has a {STATE_FILE}")
+    last = list(states)[-1]  # its state knows the best of all before it
+    best = states[last].get("best_model_checkpoint")
+    if best is None:
+        return last
+    chosen = run_dir / Path(best).name  # the run may have been moved since
+    if chosen not in states:
+        raise ValueError(
+            f"{chosen.name}, the best checkpoint according to {last.name}, is missing from {run_dir} or incomplete: "
+            f"name the one to export, for example {last}"
+        )
+    return chosen
+
+
+def starting_weights(init_from: str) -> str:
+    """Where the weights lie that a run starts from: for the folder of another run, its best or last checkpoint, which
+    has them in fp32 where `final/` has them rounded to bf16. Raises `ValueError` for a run without a whole one."""
+    folder = Path(init_from).expanduser()
+    if not (folder / RUN_FILE).is_file():
+        return init_from
+    checkpoint = choose_checkpoint(folder)
+    # An adapter is no drafter: merged, it is in `final/` alone
+    return str(folder / FINAL if (checkpoint / ADAPTER_CONFIG).is_file() else checkpoint)
 
 
 def read_state(folder: Path) -> dict | None:
@@ -328,7 +359,7 @@ def run_facts(
         "eval_data": eval_files,
         "data_report": report.lines(),
         "num_samples": len(rows),
-        "num_tokens": int(sum(rows["length"])),
+        "num_tokens": int(read_lengths(rows).sum()),
         "mode": args.mode,
         "effort": args.effort,
         "generation": args.generation,
@@ -355,9 +386,10 @@ def lineage(init_from: str | None) -> dict | None:
     """What is known about the run whose weights this one starts from: its data and their size."""
     if init_from is None:
         return None
-    # One folder above a run's checkpoint or its `final`; a Hub id has none
-    recorded = Path(init_from).expanduser().parent / RUN_FILE
-    before = json.loads(recorded.read_text()) if recorded.is_file() else {}
+    # Of a run's folder, or one above its checkpoint or its `final`; a Hub id has none
+    folder = Path(init_from).expanduser()
+    recorded = [path for path in (folder / RUN_FILE, folder.parent / RUN_FILE) if path.is_file()]
+    before = json.loads(recorded[0].read_text()) if recorded else {}
     return {"name": init_from, **{key: before.get(key) for key in ("train_data", "num_samples", "num_tokens")}}
 
 

@@ -26,6 +26,7 @@ from transformers.utils import logging
 
 from ..common.checkpoint import check_drafter_type, load_target_model, load_tokenizer, resolve_checkpoint
 from ..common.console import check_installed
+from ..common.precision import load_dtype
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..modeling_hyperdflash import HyperDFlashModel
 from ..pairing_hyperdflash import check_shapes, fingerprint_differences, target_fingerprint
@@ -41,11 +42,13 @@ from .metrics import figure_names
 from .model_card import check_matplotlib
 from .run_folder import (
     BASE_FOLDER,
+    FINAL,
     check_run_folder,
     list_checkpoints,
     read_state,
     resume_point,
     run_facts,
+    starting_weights,
     write_facts,
     write_run_files,
 )
@@ -59,7 +62,6 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-FINAL = "final"  # the sub-folder that is published
 REPORT_PACKAGES = ("tensorboard", "wandb", "trackio")
 
 
@@ -92,6 +94,8 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         check_installed(package, f"report_to: {package}")
     if not dry_run:
         check_matplotlib()  # the card's picture, after the last step
+    if args.bf16 and args.mixed_precision == "no" and args.should_log:
+        print("bf16      not on this CPU, which has no instructions for it: computing in fp32", flush=True)
     parts = prepare(args)
     if dry_run:
         if args.should_log:
@@ -162,7 +166,7 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     """Load data, target or features, and the drafter, after every check that needs no training step."""
     # Once, so that everything is read from the same commit: a branch may move meanwhile
     args.target, args.target_revision = resolve_checkpoint(args.target, args.target_revision)
-    init_from = resolve_checkpoint(args.init_from) if args.init_from else None
+    init_from = resolve_checkpoint(starting_weights(args.init_from)) if args.init_from else None
     if init_from:
         check_drafter_type(*init_from)
     config = read_drafter_config(args, init_from)
@@ -179,7 +183,8 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         eval_files = eval_report.files
     target = None
     if args.features == "online" or args.eval_decode_prompts:
-        target = load_target_model(args.target, args.target_revision, args.target_dtype)
+        dtype = load_dtype(args.target_dtype, args.device)
+        target = load_target_model(args.target, args.target_revision, dtype)
         target.requires_grad_(False).to(args.device)
     stored = eval_stored = None
     if args.features == "offline":
@@ -190,7 +195,10 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head, config, init_from)
-    drafter.config.encoding = {"generation": args.generation, "modes": sorted(set(train_rows.unique("mode")))}
+    drafter.config.encoding = {
+        "generation": args.generation,
+        "modes": sorted(set(train_rows.select_columns("mode")[:]["mode"])),
+    }
     # A copy: peft changes modules in place, and `base/` holds the drafter as it was
     model = drafter if args.lora is None else with_lora(copy.deepcopy(drafter), args.lora, args.seed)
     return Parts(
@@ -208,9 +216,8 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
 def load_rows(
     args: HyperDFlashTrainingArguments, files: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> "tuple[datasets.Dataset, DataReport]":
-    """Rows and a report of those left out, printed once. The first process encodes, the others read its cache."""
-    with args.main_process_first(desc="data"):
-        rows, report = load_recipe_data(args, files, tokenizer)
+    """Rows and a report of those left out, printed once."""
+    rows, report = load_recipe_data(args, files, tokenizer)
     if args.should_log:
         print("\n".join(report.lines()), flush=True)
     return rows, report
@@ -263,9 +270,6 @@ def make_drafter(
         drafter.config.target_fingerprint = target_fingerprint(head.identity())
     else:
         drafter = new_drafter(config, head.identity(), args.drafter.get("seed", args.seed))
-    on_gpu = args.device.type == "cuda"
-    # On a CPU, torch's fused attention takes twice as long as eager under a dense mask
-    drafter.set_attn_implementation("flex_attention" if on_gpu else "eager")
     return drafter
 
 

@@ -4,7 +4,8 @@ This file adds what the library cannot know. Denominators are counted over the w
 processes before its first forward, so gradients do not depend on how a batch is split. Anchors come from seed, step
 and sample, so a resumed run draws what the uninterrupted one would have drawn.
 
-Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden.
+Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden; of the
+packed batch, N blocks and C context positions.
 """
 
 import contextlib
@@ -16,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from transformers import DeepseekV4ForCausalLM, EvalPrediction, PreTrainedModel, Trainer
@@ -24,10 +24,22 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils import ModelOutput, logging
 
+from ..common.precision import has_bf16
 from ..generation.comparison import timed_greedy
 from ..generation_hyperdflash import SpeculativeStats
 from .arguments import HyperDFlashTrainingArguments
-from .blocks import Blocks, anchor_seed, attention_masks, draw_anchors, make_blocks, previous_ids
+from .blocks import (
+    ATTENTIONS,
+    FLEX_BLOCK,
+    PackedBlocks,
+    anchor_seed,
+    draw_anchors,
+    make_blocks,
+    pack,
+    packed_masks,
+    previous_ids,
+)
+from .data import read_lengths
 from .dataset import EpochSampler, SampleDataset, collate
 from .feature_store import OfflineFeatures
 from .losses import confidence_loss, drafter_loss
@@ -41,7 +53,7 @@ if TYPE_CHECKING:  # costs a second to import
 
 logger = logging.get_logger(__name__)
 
-_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")  # outputs `(B, A * K, ...)`
+_BY_SLOT = ("last_hidden_state", "markov_states", "confidence_logits")  # outputs `(1, N * K, ...)`
 EVALUATION_STEP = -1  # every evaluation draws the anchors of this step, so they are always the same
 
 
@@ -51,7 +63,7 @@ class EpochTrainer(Trainer):
     def _get_train_sampler(self, train_dataset=None) -> EpochSampler:
         args = self.args
         self._sampler = EpochSampler(
-            self.train_dataset.rows["length"],
+            read_lengths(self.train_dataset.rows),
             self._train_batch_size * args.gradient_accumulation_steps * args.world_size,  # samples per step
             args.seed if args.data_seed is None else args.data_seed,
             group_by_length=args.train_sampling_strategy == "group_by_length",
@@ -106,9 +118,16 @@ class HyperDFlashTrainer(EpochTrainer):
             raise ValueError("eval_decode_prompts needs the whole drafter in one process: set it to 0 under FSDP")
         self.features, self.decode_target = features, target
         self.head = features.head.to(args.device)  # the target may be on other devices
+        # The logits' matrix products: most of a small drafter's step
+        self.lm_head = self.head.lm_head if has_bf16(args.device) else self.head.lm_head.float()
         self.drafter_config = self._drafter.config
         self.num_kl_slots = min(args.kl_num_slots, self.drafter_config.block_size - 1)
+        # Training takes packed batches
+        self._drafter.set_attn_implementation(
+            ATTENTIONS[args.attention or ("flex_attention" if args.device.type == "cuda" else "eager")]
+        )
         self.stopwatch: Stopwatch | None = None
+        self._losses: list[tuple[torch.Tensor, list[int]]] = []  # of this step's micro-batches, and their samples
         self._start_window()
         # The library adds one of these two, by `disable_tqdm`; StepLog does the work of both
         self.remove_callback(PrinterCallback)
@@ -134,30 +153,31 @@ class HyperDFlashTrainer(EpochTrainer):
                 batch = next(epoch_iterator, None)
                 if batch is not None:
                     batches.append(self._add_blocks(batch, self.state.global_step))
-            counts = sum((batch["blocks"]["labels"] != -100).sum((0, 1)) for batch in batches)  # (S,)
+            counts = sum((batch["blocks"]["labels"] != -100).sum(0) for batch in batches)  # (S,)
+            for batch in batches:
+                lengths, blocks = batch["on_cpu"].lengths, batch["blocks"]
+                self._window_tokens += sum(lengths)
+                # Only batches of data: one of fillers alone (lengths 0) is normal at the end of an epoch
+                self._window_empty += int(any(lengths) and not (blocks["labels"] != -100).any())
+                batch["blocks"] = {name: _move(value, device) for name, value in blocks.items()}
             # A collective: EpochSampler gives every process the same number of windows
-            return batches, self.accelerator.reduce(counts.to(device), "sum")
+            return batches, self.accelerator.reduce(_move(counts, device), "sum")
 
     def _add_blocks(self, batch: dict, step: int) -> dict:
         config, args = self.drafter_config, self.args
         # On the CPU, whose generator draws the same anchors whatever device trains
-        input_ids, loss_mask = batch["input_ids"].cpu(), batch["loss_mask"].cpu()
-        seeds = [anchor_seed(args.seed, step, sample_id) for sample_id in batch["sample_ids"].tolist()]
-        anchors = draw_anchors(loss_mask, args.num_anchors, seeds)
-        context_length = None  # the batch's own length
-        if config._attn_implementation == "flex_attention":  # compiled for one shape
-            anchors = F.pad(anchors, (0, args.num_anchors - anchors.shape[1]), value=-1)
-            context_length = args.max_length
+        rows = batch["on_cpu"]
+        seeds = [anchor_seed(args.seed, step, sample_id) for sample_id in rows.sample_ids]
         blocks = make_blocks(
-            input_ids,
-            loss_mask,
-            anchors,
+            rows.input_ids,
+            rows.loss_mask,
+            draw_anchors(rows.loss_mask, args.num_anchors, seeds),
             block_size=config.block_size,
             mask_token_id=config.mask_token_id,
-            context_length=context_length,
         )
+        packed = pack(blocks, FLEX_BLOCK if config._attn_implementation == "flex_attention" else 1)
         # As a dict: `_prepare_inputs` moves the tensors of dicts to the device, not those of a dataclass
-        return {**batch, "blocks": vars(blocks)}
+        return {**batch, "blocks": vars(packed)}
 
     # ---------------------------------------------------------------------------------------------------------- loss
 
@@ -173,28 +193,28 @@ class HyperDFlashTrainer(EpochTrainer):
         With `return_outputs`, also the sums of each sample `(B, 6, S)`.
         """
         args = self.args
-        blocks = Blocks(**inputs["blocks"])
-        B, A, S = blocks.labels.shape
+        packed = PackedBlocks(**inputs["blocks"])
+        N, K = sum(packed.num_anchors), self.drafter_config.block_size  # without padding
+        labels = packed.labels[:N]  # (N, S)
         with self._timed("target"):
             # Online features come from the target's device, which may be another one
             features = Features(*(x.to(args.device) for x in self.features(inputs)))
-            teacher = self._teacher(
-                features.residual, blocks.teacher_positions[..., : self.num_kl_slots], args.kl_teacher
-            )
+            residual = features.residual
+            teacher = self._teacher(residual, packed, N, self.num_kl_slots, args.kl_teacher)
             # The confidence head estimates acceptance by the target itself, so it learns from hc_head whatever the
             # teacher of the KL term is
             verifier = None
             if self.drafter_config.draft_confidence:
-                verifier = self._teacher(features.residual, blocks.teacher_positions, "hc_head")
-        drafted = self._draft(model, features.context_hidden_states, blocks)
-        # (B * A, S, ...): slot 0 is the anchor, whose output predicts nothing
-        slots = {name: x.view(B * A, S + 1, -1)[:, 1:] for name, x in drafted.items() if name in _BY_SLOT}
+                verifier = self._teacher(residual, packed, N, K - 1, "hc_head")
+        drafted = self._draft(model, features.context_hidden_states, packed)
+        # (N, S, ...): slot 0 is the anchor, whose output predicts nothing
+        slots = {name: x.view(-1, K, x.shape[-1])[:N, 1:] for name, x in drafted.items() if name in _BY_SLOT}
         markov_head = self._drafter.markov_head
         with self._timed("loss"):
             output = drafter_loss(
                 slots["last_hidden_state"],
-                blocks.labels.flatten(0, 1),
-                self.head.lm_head,
+                labels,
+                self.lm_head,
                 teacher,
                 gamma=args.gamma,
                 alpha=args.kl_alpha,
@@ -205,51 +225,50 @@ class HyperDFlashTrainer(EpochTrainer):
                 markov_w2=None if markov_head is None else markov_head.markov_w2,
                 verifier_hidden=verifier,
             )
-            sums = slot_sums(output, blocks.labels)  # (B, 6, S)
+            sums = slot_sums(output, labels, packed.samples[:N], len(inputs["input_ids"]))  # (B, 6, S)
             loss = output.loss
             if "confidence_logits" in slots:
                 # Evaluation has no counts of a window, and does not use this loss
-                counts = (blocks.labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
-                confidence = confidence_loss(slots["confidence_logits"], output, blocks.labels, counts)
+                counts = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
+                confidence = confidence_loss(slots["confidence_logits"], output, labels, counts)
                 loss = loss + (confidence - confidence.detach())  # adds a gradient, but nothing to the reported loss
-        # Before the backward, which would mix NaN into the gradients accumulated so far
-        if not torch.isfinite(loss):
-            raise ValueError(
-                f"the loss is {float(loss)} at step {self.state.global_step}, samples "
-                f"{inputs['sample_ids'].tolist()}: look at their features, or lower the learning rate"
-            )
+        self._losses.append((loss.detach(), inputs["on_cpu"].sample_ids))
         # Evaluations run inside a window and must not enter its figures
         if self.model.training:
             self._window_sums += sums.sum(0)
-            self._window_tokens += int(inputs["lengths"].sum())
-            # Only batches of data: one of fillers alone (lengths 0) is normal where an epoch does not divide evenly
-            self._window_empty += int(inputs["lengths"].any() and not (blocks.labels != -100).any())
+        else:
+            self._check_losses()
         # DDP and FSDP average gradients over processes, but the shares of a window have to be added
         loss = loss * self.accelerator.num_processes
         return (loss, sums) if return_outputs else loss
 
-    def _draft(self, model: torch.nn.Module, context: torch.Tensor, blocks: Blocks) -> ModelOutput:
-        """The drafter's output for all blocks, its tensors `(B, A * K, ...)`."""
-        length = blocks.position_ids.shape[1] - blocks.input_ids.shape[1]  # of the context, padding included
-        embeds = self.head.embed(blocks.input_ids).float()  # (B, A * K, D)
-        # Padding on the right stays unseen: a block sees only what lies before its anchor
-        context = F.pad(context, (0, 0, 0, 0, 0, length - context.shape[1]))
-        masks = attention_masks(blocks.anchors, length, self.drafter_config, embeds.dtype)
-        is_markov = self.drafter_config.draft_head == "markov"
+    def _check_losses(self) -> None:
+        """Raises `ValueError` where a micro-batch's loss was not finite, naming its samples."""
+        losses, self._losses = self._losses, []
+        for loss, samples in losses:
+            if not torch.isfinite(loss):
+                raise ValueError(
+                    f"the loss is {float(loss)} at step {self.state.global_step}, samples {samples}: look at their "
+                    "features, or lower the learning rate"
+                )
+
+    def _draft(self, model: torch.nn.Module, context: torch.Tensor, packed: PackedBlocks) -> ModelOutput:
+        """The drafter's output for all blocks, its tensors `(1, N * K, ...)`."""
+        positions = packed.position_ids[0, : len(packed.context_samples)]  # (C,)
         return model(
-            noise_embeds=embeds,
-            context_hidden_states=context,
-            attention_mask=masks,
-            position_ids=blocks.position_ids,
-            previous_ids=previous_ids(blocks) if is_markov else None,
+            noise_embeds=self.head.embed(packed.input_ids).float(),  # (1, N * K, D)
+            context_hidden_states=context[packed.context_samples.clamp(min=0), positions][None],  # (1, C, m, L * D)
+            attention_mask=packed_masks(packed, self.drafter_config),
+            position_ids=packed.position_ids,
+            previous_ids=previous_ids(packed) if self.drafter_config.draft_head == "markov" else None,
         )
 
-    def _teacher(self, residual: torch.Tensor, positions: torch.LongTensor, kind: str) -> torch.Tensor:
-        """The target's normed states at `(B, A, P)` positions, `(B * A, P, D)`."""
-        B, A, P = positions.shape
-        rows = torch.arange(B, device=residual.device)[:, None]  # (B, 1)
-        picked = residual[rows, positions.flatten(1)]  # (B, A * P, m, D)
-        return self.head.teacher_hidden(picked, kind).view(B * A, P, picked.shape[-1])
+    def _teacher(
+        self, residual: torch.Tensor, packed: PackedBlocks, num_blocks: int, num_slots: int, kind: str
+    ) -> torch.Tensor:
+        """The target's normed states that predict the first slots of the blocks, `(N, P, D)`."""
+        samples, positions = packed.samples[:num_blocks, None], packed.teacher_positions[:num_blocks, :num_slots]
+        return self.head.teacher_hidden(residual[samples, positions], kind)
 
     def training_step(self, model, inputs: dict, num_items_in_batch=None) -> torch.Tensor:
         with self._timed("step"):
@@ -260,8 +279,13 @@ class HyperDFlashTrainer(EpochTrainer):
         in NaN weights, and the next checkpoint would replace a good one."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if norm is None:  # DeepSpeed may keep it to itself
+            self._check_losses()
             return None
         norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)  # FSDP2's is spread over processes
+        # Looked at once a step, as the device has to be waited for: a loss of NaN has such a gradient
+        losses_are_finite = self.accelerator.scaler is None and math.isfinite(norm)
+        self._losses = [] if losses_are_finite else self._losses
+        self._check_losses()
         # Under fp16 the scaler skips such a step by itself, and lowers its scale
         if self.accelerator.scaler is None and not math.isfinite(norm):
             raise ValueError(
@@ -405,6 +429,13 @@ def decode_prompts(
         if autocast_forward is not None:
             drafter.forward = autocast_forward
     return stats.acceptance_length
+
+
+def _move(value, device: torch.device):
+    """A tensor of the CPU on the device; what is no tensor stays as it is."""
+    if device.type != "cuda" or not isinstance(value, torch.Tensor):
+        return value
+    return value.pin_memory().to(device, non_blocking=True)  # from pinned memory, without waiting for the device
 
 
 class Stopwatch:

@@ -16,17 +16,15 @@ Legend: B batch, T sequence, V vocabulary.
 import hashlib
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.client import HTTPException
 from itertools import islice
 from queue import SimpleQueue
 from random import uniform
 from time import sleep
 from typing import NamedTuple
 
+import httpx2 as httpx
 import torch
 from transformers import DynamicCache, PreTrainedTokenizerBase
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4ForCausalLM
@@ -34,6 +32,7 @@ from transformers.utils import logging
 
 from ..common.checkpoint import TargetCheckpoint, load_target_model, read_identity, resolve_checkpoint
 from ..common.console import UsageError
+from ..common.precision import load_dtype
 from ..encoding_deepseek_v4 import EOS_TOKEN, THINK_END_TOKEN, THINK_START_TOKEN, encode_with_mask, to_message
 from ..pairing_hyperdflash import target_fingerprint
 from ..target_hyperdflash import make_rewindable
@@ -65,6 +64,8 @@ class Turn:
         position (`int`): index in `messages` of the answer; their length to append one.
         encoding (`dict`): `mode`, `effort` and `generation` of `encode_with_mask`.
         prompt_ids (`list[int]`): what the model is asked.
+        known_mask (`list[int]`), num_known (`int`): where the prompt begins with the row of the turn before, the loss
+            mask of that row and how many answers it has; else nothing.
         seed (`int`): of this turn alone, so that its answer does not depend on what else is being written.
     """
 
@@ -75,6 +76,8 @@ class Turn:
     encoding: dict
     prompt_ids: list[int] = field(repr=False)
     seed: int = 0
+    known_mask: list[int] = field(default_factory=list, repr=False)
+    num_known: int = 0
 
     @property
     def prompt(self) -> list[dict]:
@@ -128,7 +131,7 @@ class TargetWriter:
     Args:
         target (`str`): folder or Hub id; only its head is read until `load`.
         batch_size (`int`, *optional*, defaults to 32): rows decoded together.
-        dtype, device_map: as in `from_pretrained`.
+        dtype, device_map: as in `from_pretrained`, but `"auto"` is float32 on a CPU without bf16.
 
     Raises `ValueError` for a model that is not a DeepSeek-V4, `OSError` for missing files.
     """
@@ -145,13 +148,15 @@ class TargetWriter:
         self.source = resolve_checkpoint(target, revision)  # folder or Hub id, and the commit
         checkpoint = TargetCheckpoint(*self.source)
         self.revision, self.name = checkpoint.revision, checkpoint.name
-        self.batch_size, self.dtype, self.device_map = batch_size, dtype, device_map
+        self.batch_size, self.device_map = batch_size, device_map
+        on_cpu = device_map in (None, "cpu") or not torch.accelerator.is_available()
+        self.dtype = load_dtype(dtype) if on_cpu else dtype
         tensors = read_identity(checkpoint)
         self.identity = {
             "backend": "transformers",
             "model": self.name,
             "revision": self.revision,
-            "dtype": dtype,
+            "dtype": self.dtype,
             "fingerprint": hashlib.sha256(json.dumps(target_fingerprint(tensors)).encode()).hexdigest(),
         }
 
@@ -314,21 +319,21 @@ class ServerWriter:
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"{url} is not a server's address: it must start with http:// or https://")
         self.url = url.rstrip("/").removesuffix("/v1") + "/v1"
-        self.name, self.concurrency, self.retries, self.timeout = model, concurrency, retries, timeout
-        self.headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self.headers["Authorization"] = f"Bearer {api_key}"
+        self.name, self.concurrency, self.retries = model, concurrency, retries
+        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+        self.client = httpx.Client(headers=headers, timeout=timeout, limits=limits, follow_redirects=True)
         self.identity = {"backend": "server", "model": model}
 
     def load(self) -> None:
         """Check that the server is there and has the model. Raises `OSError` and `ValueError`."""
         try:
             listed = self._send("/models")
-        except urllib.error.HTTPError as error:
-            if error.code != 404:  # a server may have completions and no list of models
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 404:  # a server may have completions and no list of models
                 raise OSError(f"{self.url}/models answers {_describe(error)}") from error
             return
-        except (OSError, HTTPException) as error:
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             raise OSError(f"no server answers at {self.url}: {_describe(error)}") from error
         names = [model.get("id") for model in listed.get("data") or []]
         if names and self.name not in names:
@@ -390,32 +395,31 @@ class ServerWriter:
             wait = min(self.first_wait * 2**attempt, LONGEST_WAIT) * uniform(0.5, 1)
             try:
                 return _first_choice(self._send("/completions", body))
-            except (OSError, HTTPException, json.JSONDecodeError) as error:
-                is_status = isinstance(error, urllib.error.HTTPError)
+            except (httpx.RequestError, httpx.HTTPStatusError, json.JSONDecodeError) as error:
                 # A reply that is not JSON is a reply all the same
-                reason, has_answered = _describe(error), is_status or isinstance(error, json.JSONDecodeError)
-                # The same request would be refused again; a time-out (408) or a rate limit (429) passes
-                if is_status and error.code < 500 and error.code not in (408, 429):
-                    raise AnswerError(reason) from error
-                # The header may also hold a date, in place of which the doubled wait serves
-                if is_status and (error.headers.get("Retry-After") or "").isdigit():
-                    wait = min(float(error.headers["Retry-After"]), LONGEST_WAIT)
+                reason, has_answered = _describe(error), not isinstance(error, httpx.RequestError)
+                if isinstance(error, httpx.HTTPStatusError):
+                    status, after = error.response.status_code, error.response.headers.get("Retry-After", "")
+                    # The same request would be refused again; a time-out (408) or a rate limit (429) passes
+                    if status < 500 and status not in (408, 429):
+                        raise AnswerError(reason) from error
+                    # The header may also hold a date, in place of which the doubled wait serves
+                    wait = min(float(after), LONGEST_WAIT) if after.isdigit() else wait
             if attempt < self.retries:
                 sleep(wait)
         raise AnswerError(f"{reason}, after {self.retries + 1} tries", unreachable=not has_answered)
 
     def _send(self, path: str, body: dict | None = None) -> dict:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data=data, headers=self.headers)
-        with urllib.request.urlopen(request, timeout=self.timeout) as response:
-            return json.loads(response.read())
+        response = self.client.request("GET" if body is None else "POST", self.url + path, json=body)
+        response.raise_for_status()
+        return response.json()
 
 
 def _describe(error: Exception) -> str:
-    if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code}: {error.read(300).decode(errors='replace').strip() or error.reason}"
-    cause = error.reason if isinstance(error, urllib.error.URLError) else error
-    return str(cause) or type(error).__name__
+    if isinstance(error, httpx.HTTPStatusError):
+        response = error.response
+        return f"HTTP {response.status_code}: {response.text[:300].strip() or response.reason_phrase}"
+    return str(error) or type(error).__name__
 
 
 def _first_choice(response) -> dict:

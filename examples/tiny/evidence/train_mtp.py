@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from hyperdflash.common.checkpoint import load_target
 from hyperdflash.common.files import written_whole
+from hyperdflash.common.precision import has_bf16
 from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
@@ -75,8 +76,9 @@ def mtp_loss(model, features, batch: dict) -> torch.Tensor:
     next_ids, residual, head = input_ids[:, 1:-1], features(batch).residual[:, :-2].float(), features.head
     hidden, _ = model(head.embed(next_ids).float(), residual, next_ids)
     keep = supervised[:, 1:-1] & supervised[:, 2:]  # as in decoding, the token t + 1 is the target's own
+    dtype = head.lm_head.dtype if has_bf16(hidden.device) else torch.float32
     with torch.autocast(hidden.device.type, enabled=False):
-        logits = F.linear(hidden[keep].to(head.lm_head.dtype), head.lm_head).float()
+        logits = F.linear(hidden[keep].to(dtype), head.lm_head.to(dtype)).float()
     return F.cross_entropy(logits, input_ids[:, 2:][keep])
 
 
@@ -106,7 +108,7 @@ def main() -> None:
             output_dir=str(out),
             seed=args.seed,
             use_cpu=True,
-            bf16=True,
+            bf16=has_bf16(),
             max_steps=recipe.max_steps,
             train_sampling_strategy=recipe.train_sampling_strategy,
             per_device_train_batch_size=recipe.per_device_train_batch_size,
