@@ -89,8 +89,9 @@ sglang serve --model-path {target} --speculative-algorithm DSPARK --speculative-
   --speculative-draft-kv-cache-dtype bfloat16 --max-total-tokens N
 ```
 
-SGLang does not set the drafter's cache aside: N, the tokens in all caches, has to leave room for {cache_bytes(config):,}
-bytes a token, divided by the number of tensor-parallel ranks ({config.num_key_value_heads} at most).
+SGLang does not set the drafter's cache aside: N, the tokens in all caches, has to leave room for
+{cache_bytes(config):,} bytes a token, divided by the number of tensor-parallel ranks (by {config.num_key_value_heads}
+at most).
 {confidence if config.draft_confidence else ""}"""
 
 
