@@ -1,1 +1,1 @@
-"""Serving a drafter in inference engines: the folder that vLLM loads. `vllm_plugin/` is a distribution of its own."""
+"""Serving a drafter in inference engines: the folders that vLLM and SGLang load. The plug-ins are distributions of their own."""

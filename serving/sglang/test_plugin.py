@@ -435,11 +435,13 @@ def test_what_sglang_sets_aside_for_a_token_of_v4_flash_and_how_many_drafts_it_s
     """Its own arithmetic, without the class's set-up: 3,899 bytes, and one layer in 43 for any draft. The default
     drafter's cache, 5,120 at four ranks, is not in it."""
     from sglang.srt.model_executor import pool_configurator as pools
+    from sglang.srt.runtime_context import get_spec
 
     sizes = object.__new__(pools.DSV4PoolConfigurator)
     ratios = [0, 0] + [4, 128] * 20 + [4]
     owners = {ratio: [i for i, r in enumerate(ratios) if r == ratio] for ratio in (4, 128)}
-    rings = {ratio: pools.resolve_compress_state_ring_size(ratio) for ratio in owners}
+    with get_spec().override(speculative_algorithm="DSPARK"):
+        rings = {ratio: pools.resolve_compress_state_ring_size(ratio) for ratio in owners}
     values = {
         "kv_bytes": 448 + 64 * 2 + 8,
         "page_size": 256,
