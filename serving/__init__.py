@@ -1,1 +1,1 @@
-"""Serving a drafter in inference engines: the folders that vLLM and SGLang load. The plug-ins are distributions of their own."""
+"""Serving a drafter in inference engines: the folders that they load. Each plug-in is a distribution of its own."""

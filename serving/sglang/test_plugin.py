@@ -440,7 +440,7 @@ def test_what_sglang_sets_aside_for_a_token_of_v4_flash_and_how_many_drafts_it_s
     sizes = object.__new__(pools.DSV4PoolConfigurator)
     ratios = [0, 0] + [4, 128] * 20 + [4]
     owners = {ratio: [i for i, r in enumerate(ratios) if r == ratio] for ratio in (4, 128)}
-    with get_spec().override(speculative_algorithm="DSPARK"):
+    with get_spec().override(speculative_algorithm="DSPARK", speculative_num_draft_tokens=7):
         rings = {ratio: pools.resolve_compress_state_ring_size(ratio) for ratio in owners}
     values = {
         "kv_bytes": 448 + 64 * 2 + 8,
