@@ -41,7 +41,7 @@ bench: $(STAMP)  ## where the time of a round goes
 $(OF_TINY): $(STAMP)  ## rebuild the tiny world, or what the documents compare
 	$(MAKE) -f $(TINY)/Makefile $@
 
-$(OF_SERVING): $(STAMP)  ## the drafter in vLLM's engine; what SGLang would need
+$(OF_SERVING): $(STAMP)  ## the drafter in vLLM's engine, and in SGLang's modules
 	$(MAKE) -f serving/Makefile $@
 
 $(STAMP): pyproject.toml constraints.txt

@@ -26,7 +26,7 @@ from .encoding_deepseek_v4 import MODES
 # What their modules say, which take seconds to import; tests/test_cli.py holds them together
 PUBLIC_SETS = ("gsm8k", "math-500", "aime25", "humaneval", "mbpp", "livecodebench", "mt-bench")
 NUM_BUILT_IN_PROMPTS = 6
-EXPORT_FORMATS = ("hf", "vllm")
+EXPORT_FORMATS = ("hf", "vllm", "sglang")
 
 TARGET, DRAFTER = "folder or Hub id of a DeepSeek-V4", "folder or Hub id of its drafter"
 OWN = "mtp or dspark for the one in the target's checkpoint"
@@ -345,6 +345,9 @@ def _export(commands) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a run's, a checkpoint's or a drafter's folder")
     parser.add_argument("output", metavar="OUT", help="folder to make; must not exist or be empty")
     parser.add_argument(
-        "--format", choices=EXPORT_FORMATS, default="hf", help="hf: transformers, the Hub; vllm: for vLLM's plug-in"
+        "--format",
+        choices=EXPORT_FORMATS,
+        default="hf",
+        help="hf: transformers, the Hub; vllm, sglang: for the plug-in of that engine",
     )
     parser.set_defaults(run="training.export")

@@ -1,1 +1,1 @@
-"""Serving a drafter in inference engines: the folder that vLLM loads. `vllm_plugin/` is a distribution of its own."""
+"""Serving a drafter in inference engines: the folders that they load. Each plug-in is a distribution of its own."""

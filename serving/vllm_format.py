@@ -10,6 +10,7 @@ which `read_vllm` rebuilds the drafter.
 import json
 from pathlib import Path
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 
@@ -99,10 +100,14 @@ def vllm_config(config: HyperDFlashConfig) -> dict:
 def write_vllm(folder: Path, drafter: HyperDFlashModel) -> None:
     """Write the drafter's configuration, weights (as they are) and a README into an existing folder."""
     config = vllm_config(drafter.config)
-    tensors = {_renamed(name, PREFIXES): tensor.contiguous() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    save_file(served_tensors(drafter), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / "README.md").write_text(_readme(drafter.config), encoding="utf-8")
+
+
+def served_tensors(drafter: HyperDFlashModel) -> dict[str, torch.Tensor]:
+    """The drafter's tensors under their names in the folder."""
+    return {_renamed(name, PREFIXES): tensor.contiguous() for name, tensor in drafter.state_dict().items()}
 
 
 def read_vllm(folder: str | Path) -> HyperDFlashModel:
@@ -190,4 +195,12 @@ def speculative_config(config: HyperDFlashConfig, folder: str = "THIS_FOLDER") -
     )
 
 
-__all__ = ["check_servable", "is_served", "read_vllm", "speculative_config", "vllm_config", "write_vllm"]
+__all__ = [
+    "check_servable",
+    "is_served",
+    "read_vllm",
+    "served_tensors",
+    "speculative_config",
+    "vllm_config",
+    "write_vllm",
+]

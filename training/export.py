@@ -2,13 +2,13 @@
 
     hyperdflash export runs/stage2 my-drafter                   # the run's best checkpoint, else its last complete one
     hyperdflash export runs/stage2/checkpoint-200 my-drafter    # this one
-    hyperdflash export my-drafter served --format vllm          # what vLLM loads: docs/serving.md
+    hyperdflash export my-drafter served --format vllm          # what vLLM loads: docs/serving.md; or sglang
     hf upload someone/my-drafter my-drafter                     # everything in the folder is for the public
 
 OUT is self-contained: configuration, code, weights in bf16 (the gate in fp32), `custom_generate/`, the chat encoding,
 a model card with the run's figures and pictures, `command.txt`. A LoRA adapter is merged into the drafter that it was
-trained on. Optimizer state and pickles are left out. With `--format vllm` it is the folder of
-`serving/vllm_format.py` instead.
+trained on. Optimizer state and pickles are left out. With `--format vllm` or `sglang` it is the folder of
+`serving/vllm_format.py` or `serving/sglang_format.py` instead.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from transformers.utils import logging
 from ..common.console import check_installed
 from ..common.files import check_output, copy_encoding, written_whole
 from ..modeling_hyperdflash import HyperDFlashModel
+from ..serving import sglang_format
 from ..serving.vllm_format import check_servable, is_served, write_vllm
 from .model_card import check_matplotlib, has_picture, write_card
 from .run_folder import (
@@ -40,7 +41,7 @@ logger = logging.get_logger(__name__)
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
-FORMATS = ("hf", "vllm")
+FORMATS = ("hf", "vllm", "sglang")
 
 
 def export_drafter(
@@ -58,14 +59,15 @@ def export_drafter(
             weights or a LoRA adapter), or a drafter's.
         output: the folder to make; it must not exist, or be empty.
         run_dir: where the files lie that the card is written from; by default the run that the checkpoint is part of.
-        overwrite: replace `output` if it is a drafter's folder, in either format.
-        format: `"hf"`, or `"vllm"` for the folder that vLLM's plug-in loads, which has no model card of the run.
+        overwrite: replace `output` if it is a drafter's folder, in any format.
+        format: `"hf"`, or `"vllm"` or `"sglang"` for the folder that the plug-in for that engine loads, which has no
+            model card of the run.
 
     Returns the folder's path.
 
-    Raises `ValueError` for a folder without a complete drafter, files that cannot be parsed, or a drafter that vLLM
-    does not serve, `OSError` when `output` is in use or something is missing, `ImportError` when the card's picture
-    needs matplotlib, or an adapter peft, and it is not installed. `output` is untouched then.
+    Raises `ValueError` for a folder without a complete drafter, files that cannot be parsed, or a drafter that the
+    engine does not serve, `OSError` when `output` is in use or something is missing, `ImportError` when the card's
+    picture needs matplotlib, or an adapter peft, and it is not installed. `output` is untouched then.
     """
     if format not in FORMATS:
         raise ValueError(f"format is one of {', '.join(FORMATS)}; got {format!r}")
@@ -77,12 +79,14 @@ def export_drafter(
         check_matplotlib()
     drafter = load_trained(checkpoint, run_dir)
     check_finite(drafter, checkpoint)
-    if format == "vllm":
+    if format != "hf":
         check_servable(drafter.config)
     round_to_bf16(drafter)
     with written_whole(output, overwrite=overwrite) as folder:
         if format == "vllm":
             write_vllm(folder, drafter)
+        elif format == "sglang":
+            sglang_format.write_sglang(folder, drafter)
         else:
             drafter.save_pretrained(folder)
             copy_encoding(folder)
@@ -101,7 +105,7 @@ def _check_replaceable(output: str | Path, checkpoint: Path) -> Path:
             raise ValueError(f"{output} holds the checkpoint itself, {checkpoint}: choose another folder") from None
         config = _config(output)
         # Only a folder that an export can make again is replaced
-        if config.get("model_type") != "hyperdflash" and not is_served(config):
+        if config.get("model_type") != "hyperdflash" and not is_served(config) and not sglang_format.is_served(config):
             raise
         return output
 
@@ -156,6 +160,8 @@ def load_trained(checkpoint: Path, run_dir: Path | None = None) -> HyperDFlashMo
             f"{checkpoint} is a folder for vLLM: export the drafter that it was made from, or read it back with "
             "hyperdflash.serving.vllm_format.read_vllm"
         )
+    if sglang_format.is_served(config):
+        raise ValueError(f"{checkpoint} is a folder for SGLang: export the drafter that it was made from")
     model_type = config.get("model_type")
     if model_type != "hyperdflash":
         found = f"a config.json of model_type {model_type!r}" if model_type else "no config.json"
@@ -243,6 +249,6 @@ def run(args: argparse.Namespace) -> int:
     files = [path for path in output.rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files)
     print(f"{output}: {len(files)} files, {size / 1e6:.1f} MB. Publish it with: hf upload <repository> {output}")
-    if args.format == "vllm":
-        print("Serve it with the plug-in hyperdflash-vllm installed; README.md in it has the command")
+    if args.format != "hf":
+        print(f"Serve it with the plug-in hyperdflash-{args.format} installed; README.md in it has the command")
     return 0

@@ -1,14 +1,12 @@
 """SGLang's sources, read and taken apart: a wheel unpacked in `serving/build/sglang` (`make test-sglang` does that).
 
-Nothing of it can be imported without a GPU's libraries. Single functions can be run all the same: `run_alone` compiles
-the definitions that a test names and nothing around them, the test gives what they refer to.
+`sglang_modules.py` imports what loads on a CPU. Of the rest single functions can be run all the same: `run_alone`
+compiles the definitions that a test names and nothing around them, the test gives what they refer to.
 """
 
 import ast
-import importlib.util
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1] / "build" / "sglang" / "sglang"
 
@@ -58,11 +56,3 @@ def run_alone(file: str, *names: str, **known) -> dict:
     namespace = {"__name__": "builtins", **known}
     exec(compile(module, str(ROOT / file), "exec"), namespace)
     return namespace
-
-
-def load_file(file: str) -> ModuleType:
-    """Import one file that needs the standard library alone."""
-    spec = importlib.util.spec_from_file_location("sglang_" + Path(file).stem, ROOT / file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

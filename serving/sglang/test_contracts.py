@@ -1,53 +1,47 @@
-"""What serving in SGLang would rest on, and what stands in its way, held against SGLang's sources: `make test-sglang`.
+"""What the plug-in rests on in SGLang's sources, where none of it runs on a CPU: `make test-sglang`.
 
-Nothing here runs an engine, and no plug-in exists. A red test says that another SGLang than the pinned one changed one
-of these facts: a door that was closed may be open, or one that a plug-in would go through is gone. `docs/serving.md`
-draws the conclusions.
+`test_plugin.py` runs what does. A red test says that another SGLang than the pinned one changed one of these facts: a
+door that the plug-in goes through is gone, or one that was closed may be open.
 """
 
 import ast
 import importlib
 import logging
 import pkgutil
-import sys
-from dataclasses import dataclass
 from functools import lru_cache
-from numbers import Integral
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang_sources import calls, constant, find, load_file, methods, run_alone, tree
-from transformers import Qwen3Config
+from sglang_sources import calls, constant, find, methods, run_alone, tree
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
-from hyperdflash.serving.vllm_format import vllm_config
+from hyperdflash.serving.sglang_format import sglang_config
 
 V4 = "srt/models/deepseek_v4.py"
 V4_ARGUMENTS = "srt/arg_groups/deepseek_v4_hook.py"
 ARGUMENTS = "srt/arg_groups/speculative_hook.py"
-CAPTURE = "srt/model_executor/model_runner_components/attention_backend_setup.py"
 AUX = "srt/model_executor/model_runner_components/spec_aux_hidden_state.py"
-LOGITS = "srt/layers/logits_processor.py"
 DRAFT = "srt/models/dflash.py"
-DRAFT_CONFIG = "srt/speculative/dflash_utils.py"
-WORKER = "srt/speculative/dflash_worker_v2.py"
+WORKER = "srt/speculative/dspark_components/dspark_worker_v2.py"
+PROPOSER = "srt/speculative/dspark_components/dspark_draft.py"
+VERIFIER = "srt/speculative/dspark_components/dspark_verify.py"
+MODEL_CONFIG = "srt/configs/model_config.py"
 REGISTRY = "srt/models/registry.py"
-AttentionType = SimpleNamespace(DECODER="causal", ENCODER_ONLY="both ways")
 
 
-# ------------------------------------------------------------------------------------------------------ closed doors
+# ------------------------------------------------------------------------------------------------------------- doors
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "HYPERDFLASH"])
 def test_beside_v4_sglang_asserts_that_no_dflash_and_no_plugins_algorithm_drafts(algorithm):
-    """Blocker 1. A name of one's own (`SpeculativeAlgorithm.register`) meets the same assertion."""
+    """So it is DSPARK. A name of one's own (`SpeculativeAlgorithm.register`) meets the same assertion."""
     with pytest.raises(AssertionError, match="Only EAGLE and DSPARK"):
         check_v4_algorithm(algorithm)
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE", "DSPARK", None])
-def test_the_assertion_lets_native_drafting_through(algorithm):
+@pytest.mark.parametrize("algorithm", ["DSPARK", None])
+def test_the_assertion_lets_dspark_through(algorithm):
     check_v4_algorithm(algorithm)
 
 
@@ -60,66 +54,50 @@ def check_v4_algorithm(algorithm: str | None) -> None:
     exec(compile(ast.Module(tests, []), V4_ARGUMENTS, "exec"), {"cfg": cfg, "model_arch": "DeepseekV4ForCausalLM"})
 
 
-def test_v4_has_no_capture_for_dflash_and_sglang_refuses_a_target_without():
-    """Blocker 2: the method is asked for by name, whatever the draft's configuration says."""
-    assert "set_dspark_layers_to_capture" in methods(V4, "DeepseekV4ForCausalLM")
-    assert "set_dflash_layers_to_capture" not in methods(V4, "DeepseekV4ForCausalLM")
-    family = ast.unparse(find(AUX, "_resolve_dflash_aux_hidden_state"))
-    assert "config.dflash_use_aux_hidden_state = True" in family
-    with pytest.raises(ValueError, match="implements neither"):
-        configure_capture(SimpleNamespace(set_dspark_layers_to_capture=None))
+def test_a_drafts_folder_of_ones_own_is_taken_before_one_in_the_targets_checkpoint():
+    """A path is only ever filled in where none was given."""
+    function = find(ARGUMENTS, "_handle_dspark")
+    (missing,) = [n for n in function.body if ast.unparse(getattr(n, "test", n)) == MISSING]
+    declared = [call for call in calls(function, "declare_resolution") if "draft_model_path" in ast.unparse(call)]
+    assert declared
+    assert all(missing.lineno < call.lineno <= missing.end_lineno for call in declared)
 
 
-def test_a_target_class_that_has_the_method_is_taken_and_given_the_layer_ids():
-    """So a method that captures nothing is enough to pass blocker 2."""
-    seen = []
-    configure_capture(SimpleNamespace(set_dflash_layers_to_capture=seen.append))
-    assert seen == [[42] * 4]
+MISSING = "cfg.speculative_draft_model_path is None"
 
 
-def configure_capture(model) -> None:
-    run = run_alone(CAPTURE, "configure_aux_hidden_state_capture")["configure_aux_hidden_state_capture"]
-    run(
-        model=model,
-        eagle_use_aux_hidden_state=False,
-        eagle_aux_hidden_state_layer_ids=None,
-        dflash_use_aux_hidden_state=True,
-        dflash_target_layer_ids=[42] * 4,
-        is_dspark=False,
-    )
-
-
-def test_v4s_own_capture_gives_the_mean_over_the_paths():
-    """Blocker 3: DSpark's capture, the one that V4 has, cannot feed the reducer; and it drops the residual."""
-    assert calls(find(V4, "DeepseekV4Model._forward_impl"), "mhc_stream_mean")
-    assert (
-        keyword_of_logits_call("hidden_states_before_norm") == "None if aux_hidden_states is not None else pre_hc_head"
-    )
-
-
-@pytest.mark.parametrize(
-    ("cfg", "message"),
-    [({"device": "cpu"}, "not supported by"), ({"device": "cuda", "pp_size": 2}, "only supports pp_size == 1")],
-    ids=["on a CPU", "in a pipeline"],
-)
-def test_dflash_is_refused(cfg, message):
-    """The CPU is why nothing here runs in an engine."""
-    run = run_alone(
-        ARGUMENTS,
-        "_handle_dflash",
-        resolving_view=lambda args: args,
-        current_platform=SimpleNamespace(is_out_of_tree=lambda: False),
-        attn_dp_enabled_of=lambda cfg: False,
-    )["_handle_dflash"]
-    with pytest.raises(ValueError, match=message):
-        run(SimpleNamespace(**cfg))
+def test_dspark_is_refused_on_a_cpu():
+    """Why nothing here runs in an engine."""
+    run = run_alone(ARGUMENTS, "_handle_dspark", resolving_view=lambda args: args)["_handle_dspark"]
+    with pytest.raises(ValueError, match="only supports CUDA, NPU or XPU"):
+        run(SimpleNamespace(device="cpu"))
 
 
 # -------------------------------------------------------------------------------------------- the residual's way out
 
 
+def test_v4s_own_capture_gives_the_mean_over_the_paths_and_drops_the_residual():
+    """So the plug-in's target captures nothing."""
+    assert calls(find(V4, "DeepseekV4Model._forward_impl"), "mhc_stream_mean")
+    (call,) = calls(find(V4, "DeepseekV4ForCausalLM.forward"), "logits_processor")
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    assert given["hidden_states_before_norm"] == "None if aux_hidden_states is not None else pre_hc_head"
+
+
+def test_a_dspark_draft_has_the_target_capture_its_layers_by_a_method_that_v4_has():
+    assert "set_dspark_layers_to_capture" in methods(V4, "DeepseekV4ForCausalLM")
+    assert "set_dflash_layers_to_capture" not in methods(V4, "DeepseekV4ForCausalLM")
+    family = ast.unparse(find(AUX, "_resolve_dflash_aux_hidden_state"))
+    assert "config.dflash_use_aux_hidden_state = True" in family
+    own = find(V4, "DeepseekV4ForCausalLM.set_dspark_layers_to_capture")
+    assert {ast.unparse(node.targets[0]) for node in ast.walk(own) if isinstance(node, ast.Assign)} == {
+        "self.capture_aux_hidden_states",
+        "self.model.dspark_layers_to_capture",
+    }
+
+
 def test_v4s_forward_returns_all_paths_before_hc_head():
-    """Flattened to `(T, hc_mult * D)`, beside the collapsed state."""
+    """Flattened to `(T, hc_mult * D)`, beside the collapsed state. `Body` in `test_plugin.py` returns the like."""
     forward = find(V4, "DeepseekV4Model._forward_impl")
     lines = [n.lineno for n in ast.walk(forward) if isinstance(n, ast.Assign) and ast.unparse(n) == FLATTEN]
     collapse = calls(forward, "hc_head")
@@ -131,37 +109,35 @@ def test_v4s_forward_returns_all_paths_before_hc_head():
 FLATTEN = "pre_hc_head = hidden_states.flatten(1)"
 
 
-def keyword_of_logits_call(name: str) -> str:
-    (call,) = calls(find(V4, "DeepseekV4ForCausalLM.forward"), "logits_processor")
-    return next(ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == name)
+def test_the_worker_asks_for_every_row_and_writes_it_into_the_drafts_cache():
+    prefill = find(WORKER, "DSparkWorkerV2._forward_prefill")
+    assert "capture_hidden_mode=CaptureHiddenMode.FULL" in ast.unparse(prefill)
+    assert "target_hidden=logits_output.hidden_states" in ast.unparse(calls(prefill, "inject_prefill")[0])
+    verifier = ast.unparse(find(VERIFIER, "TargetVerifyExecutor"))
+    assert "capture_hidden_mode=CaptureHiddenMode.FULL" in verifier
+    assert "hidden.view(bs, self.verify_num_draft_tokens, -1)" in verifier
+    write = find("srt/speculative/dspark_components/dspark_kv_inject.py", "TargetHiddenKvInjector._inject")
+    assert ast.unparse(calls(write, "write_target_hidden_kv")[-1].func) == "self.draft_model.write_target_hidden_kv"
+    project = find("srt/models/dspark.py", "DSparkDraftMixin.write_target_hidden_kv")
+    assert ast.unparse(calls(project, "project_target_hidden")[0]) == "self.project_target_hidden(target_hidden)"
 
 
-def test_without_captured_layers_the_worker_is_handed_the_residual():
-    """The logits processor prefers it to the normed state; DFLASH asks for every row, at prefill and verification."""
-    store = run_alone(LOGITS, "LogitsProcessor._get_hidden_states_to_store", pack_aux_hidden_states=torch.cat)
-    full = SimpleNamespace(need_capture=lambda: True, is_full=lambda: True)
-    normed, residual = torch.zeros(3, 2), torch.ones(3, 8)
-    kept = store["_get_hidden_states_to_store"](
-        None, normed, residual, None, None, None, None, None, SimpleNamespace(capture_hidden_mode=full)
-    )
-    assert kept is residual
-    worker = ast.unparse(find(WORKER, "DFlashWorkerV2"))
-    assert worker.count("capture_hidden_mode=CaptureHiddenMode.FULL") >= 2
-    assert "target_hidden=logits_output.hidden_states" in worker
-
-
-def test_the_worker_gives_every_row_to_the_drafts_own_projection():
-    """Where a subclass would reduce the paths: `project_target_hidden`, `(N, hc_mult * D)` -> `(N, D)`."""
-    (call,) = calls(find(WORKER, "DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc"), "project_target_hidden")
-    assert ast.unparse(call) == "self.draft_model.project_target_hidden(target_hidden)"
-    project = find(DRAFT, "DFlashDraftModel.project_target_hidden")
-    assert ast.unparse(project.body[-1]) == "return self.hidden_norm(projected)"
+def test_a_block_has_a_query_for_the_anchor_at_its_own_position():
+    """With `sample_from_anchor: false`, in the worker, in the proposer and in the draft's CUDA graphs."""
+    queries = "self.query_token_num = self.gamma if self.sample_from_anchor else self.gamma + 1"
+    assert queries in ast.unparse(find(WORKER, "DSparkWorkerV2.__init__"))
+    assert queries in ast.unparse(find(PROPOSER, "DraftBlockProposer.__init__"))
+    forward = ast.unparse(find(PROPOSER, "DraftBlockProposer._run_forward"))
+    assert "draft_block_ids[:, 0].copy_(draft_input.bonus_tokens.view(-1))" in forward
+    assert "positions_2d[:, :query_token_num]" in forward
+    width = find("srt/model_executor/model_runner.py", "ModelRunner.decode_num_tokens_per_req")
+    assert calls(width, "get_dspark_sample_from_anchor")
 
 
 def test_v4_lends_embedding_and_head_as_the_worker_asks_for_them():
-    worker = ast.unparse(find(WORKER, "DFlashWorkerV2"))
-    assert "target_model.get_input_embeddings()" in ast.unparse(find(WORKER, "_resolve_dflash_embedding_module"))
+    worker = ast.unparse(find(WORKER, "DSparkWorkerV2.__init__"))
     assert "getattr(target_model, 'lm_head', None)" in worker
+    assert calls(find(WORKER, "DSparkWorkerV2.__init__"), "attach_shared_modules")
     assert "get_input_embeddings" in methods(V4, "DeepseekV4ForCausalLM")
     assert "self.lm_head = ParallelLMHead" in ast.unparse(find(V4, "DeepseekV4ForCausalLM.__init__"))
 
@@ -199,86 +175,41 @@ def test_plugins_are_loaded_before_arguments_are_resolved_and_in_every_scheduler
     assert calls(find("srt/managers/scheduler.py", "run_scheduler_process"), "load_plugins")
 
 
-@pytest.fixture
-def hooked(monkeypatch) -> ModuleType:
-    """A module with a function `check`, which a hook is laid around, and SGLang's registry of hooks."""
-    registry = load_file("srt/plugins/hook_registry.py")
-    host = ModuleType("host_of_a_check")
-    host.check = lambda algorithm: f"checked {algorithm}"
-    monkeypatch.setitem(sys.modules, host.__name__, host)
-    return SimpleNamespace(registry=registry, host=host, around=registry.HookType.AROUND)
-
-
-def test_a_hook_can_be_laid_around_the_argument_check(hooked):
-    """By SGLang's own interface: the way past blocker 1. It is imported where it is called, so the hook is seen."""
-    hooked.registry.HookRegistry.register(
-        "host_of_a_check.check", lambda check, algorithm: check("EAGLE"), hooked.around
-    )
-    hooked.registry.HookRegistry.apply_hooks()
-    assert hooked.host.check("DFLASH") == "checked EAGLE"
-    function = find("srt/arg_groups/model_hook.py", model_hook_name())
-    imports = [ast.unparse(n) for n in ast.walk(function) if isinstance(n, ast.ImportFrom)]
-    assert "from sglang.srt.arg_groups.deepseek_v4_hook import apply_deepseek_v4_defaults" in imports
-
-
-def model_hook_name() -> str:
-    """The function that runs V4's checks."""
-    body = tree("srt/arg_groups/model_hook.py").body
-    found = [n for n in body if isinstance(n, ast.FunctionDef) and calls(n, "apply_deepseek_v4_defaults")]
-    assert len(found) == 1
-    return found[0].name
-
-
-def test_a_hook_on_a_name_that_is_gone_is_only_logged(hooked, caplog):
-    """So a plug-in would have to look for itself whether its hooks were laid, and refuse loudly if not."""
-    hooked.registry.HookRegistry.register("host_of_a_check.gone", lambda check: None, hooked.around)
-    with caplog.at_level(logging.ERROR):
-        hooked.registry.HookRegistry.apply_hooks()
-    assert "Failed to apply hooks to host_of_a_check.gone" in caplog.text
-
-
-# ----------------------------------------------------------------------------------------------- the drafter's folder
+# --------------------------------------------------------------------------------------------------------- the draft
 
 
 @pytest.fixture
-def config() -> Qwen3Config:
-    """The folder that `hyperdflash export --format vllm` writes, as SGLang would read it."""
-    return Qwen3Config.from_dict(vllm_config(HyperDFlashConfig()))
+def config() -> SimpleNamespace:
+    """What `hyperdflash export --format sglang` writes."""
+    return SimpleNamespace(**sglang_config(HyperDFlashConfig()))
 
 
-PARSER = ("_cfg_get", "_get_text_config", "_get_dflash_config", "_parse_optional_int", "DFlashDraftConfig")
-WINDOWS = ("is_nemotron_35_draft_config", "get_dflash_layer_types", "get_dflash_attention_sliding_window_size")
+def test_the_draft_is_no_v4_and_has_one_pool_of_keys_and_values(config):
+    """Else it would get V4's attention backend, or a pool for windows."""
+    known = {"_hf_arch": lambda config: config.architectures[0]}
+    assert not run_alone(MODEL_CONFIG, "is_deepseek_v4", **known)["is_deepseek_v4"](config)
+    archs = find(MODEL_CONFIG, "is_hybrid_swa_model")
+    assert config.architectures[0] not in ast.unparse(archs)
+    assert not hasattr(config, "is_hybrid_swa")
 
 
-def test_the_folder_for_vllm_is_read_as_a_dflash_draft(config):
-    """Block size, mask and as many features as the target has paths."""
-    known = {"dataclass": dataclass, "Integral": Integral, "DEFAULT_DFLASH_MASK_TOKEN": "<|MASK|>"}
-    parse = run_alone(DRAFT_CONFIG, *PARSER, "parse_dflash_draft_config", **known)["parse_dflash_draft_config"]
-    read, ours = parse(draft_hf_config=config), HyperDFlashConfig()
-    assert (read.block_size, read.mask_token_id) == (ours.block_size, ours.mask_token_id)
-    assert len(read.resolve_target_layer_ids(target_num_layers=ours.target_num_hidden_layers)) == ours.hc_mult
+def test_flash_attention_lets_a_window_reach_to_both_sides_where_a_block_sees_itself():
+    source = ast.unparse(tree("srt/layers/attention/flashattention_backend.py"))
+    assert "(layer.sliding_window_size, 0 if causal else layer.sliding_window_size)" in source
+    for backend in ("flashinfer", "triton", "flashattention"):
+        assert "AttentionType.ENCODER_ONLY" in ast.unparse(tree(f"srt/layers/attention/{backend}_backend.py"))
 
 
-def test_sliding_layers_are_causal_in_the_block_unless_the_configuration_says_otherwise(config):
-    """A trap: vLLM's `dflash_config.causal` is not read. A folder for SGLang needs `is_causal: false` at the top; the
-    window means the same in both."""
-    window = HyperDFlashConfig().sliding_window
-    assert not hasattr(config, "is_causal")
-    assert sliding_layer(config) == (window - 1, AttentionType.DECODER)
-    config.is_causal = False
-    assert sliding_layer(config) == (window - 1, AttentionType.ENCODER_ONLY)
-
-
-def sliding_layer(config) -> tuple:
-    """Window to the left and direction of a draft layer."""
-    windows = run_alone(DRAFT_CONFIG, *PARSER[:3], *WINDOWS, Sequence=list | tuple)
-    names = ("_get_dflash_attention_type", "_get_dflash_layer_attention_params")
-    run = run_alone(DRAFT, *names, **windows, AttentionType=AttentionType)
-    return run["_get_dflash_layer_attention_params"](config, 0)
+def test_beside_v4_a_draft_is_counted_as_one_layer_of_v4():
+    """Whatever its keys and values take: why `--max-total-tokens` is in the command."""
+    source = ast.unparse(find("srt/model_executor/pool_configurator.py", "DSV4PoolConfigurator.__init__"))
+    assert "draft_layers = 1\n" in source
+    assert "self._spec_infl = (target_layers + draft_layers) / target_layers" in source
+    assert "dflash_draft_cell_size" not in source
 
 
 def test_tensors_that_are_missing_or_unknown_are_passed_over_in_silence():
-    """A subclass would have to compare names, as the vLLM plug-in does."""
+    """So the plug-in compares names."""
     load = run_alone(DRAFT, "DFlashDraftModel.load_weights")["load_weights"]
     draft = SimpleNamespace(named_parameters=lambda: [("fc.weight", torch.zeros(2))], projector_type=None)
     load(draft, [("reducer.hc_fn", torch.zeros(2))])
