@@ -40,15 +40,18 @@ def setup(
     halves=False,
     dtype="bfloat16",
     drafts=3,
-    positions=512,
+    positions=2048,
     said=None,
     **sizes,
 ):
-    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config."""
+    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config.
+
+    The draft's own `max_position_embeddings` is the target's length, as vLLM 0.33 makes it.
+    """
     names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
     hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
-    own = {} if nested is None else {NESTED: nested}
-    draft = Namespace(hf_config=Namespace(max_position_embeddings=positions, **own))
+    own = {} if nested is None else {NESTED: {**nested, "max_position_embeddings": positions}}
+    draft = Namespace(hf_config=Namespace(max_position_embeddings=512, **own))
     return Namespace(
         model_config=Namespace(architectures=list(architectures), hf_config=hf_config, max_model_len=512),
         parallel_config=Namespace(pipeline_parallel_size=stages, use_ubatching=halves),

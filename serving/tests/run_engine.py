@@ -10,6 +10,8 @@ It reads lines of three file names, see `serve`. A job has `target`, `batches` (
 
 A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
 `options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
+
+A target in a folder `standin` is served by `standin.py`, also in workers, processes that import this file anew.
 """
 
 import json
@@ -22,10 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cpu_shim
+import standin
 import torch
 from safetensors.torch import save_file
 
 JOB_SECONDS = 900
+STANDIN = "HYPERDFLASH_TESTS_STANDIN"
+
+if os.environ.get(STANDIN):
+    standin.install()
 
 
 def tap_residual(keep) -> None:
@@ -161,10 +168,10 @@ def keep_rounds() -> tuple[dict[str, list], dict[str, list]]:
 
 
 def read_metrics(llm) -> dict:
-    """vLLM's own counters of drafting and of the prefix cache; a vector stays a list."""
+    """vLLM's own counters of drafting, the prefix cache and preemptions; a vector stays a list."""
     found = {}
     for metric in llm.get_metrics():
-        if "spec_decode" in metric.name or "prefix_cache" in metric.name:
+        if any(word in metric.name for word in ("spec_decode", "prefix_cache", "preemptions")):
             found[metric.name] = getattr(metric, "values", getattr(metric, "value", None))
     return found
 
@@ -187,6 +194,9 @@ def generate(job: dict, progress: dict) -> dict:
         cpu_shim.prefix_caching()
     if "broken" in job:
         BROKEN[job["broken"]]()
+    if Path(job["target"]).parent.name == "standin":
+        os.environ[STANDIN] = "1"
+        standin.install()
     if "architecture" in job:
         serve_stock_target(job["architecture"])
         options["hf_overrides"] = {"architectures": [job["architecture"]]}
@@ -207,7 +217,7 @@ def generate(job: dict, progress: dict) -> dict:
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
-        tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+        tokens.append([list(one.token_ids) for output in outputs for one in output.outputs])
         leads += [top_two(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
     in_order = sorted(rounds, key=lambda name: int(name.split("-")[0]))
     return {
