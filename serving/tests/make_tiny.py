@@ -115,7 +115,7 @@ def save_standin(target, folder: Path) -> None:
         # Of no model that vLLM treats in a way of its own
         "model_type": "qwen3",
         "architectures": ["DeepseekV4ForCausalLM"],
-        "dtype": "float32",
+        "dtype": "bfloat16",
         **{name: getattr(config, name) for name in fields},
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

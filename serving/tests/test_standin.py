@@ -1,4 +1,4 @@
-"""The plug-in's classes around a target with V4's contract and vLLM's ordinary layers, fp32 (`standin.py`): what
+"""The plug-in's classes around a target with V4's contract and vLLM's ordinary layers (`standin.py`): what
 DeepSeek-V4's own kernels on a CPU cannot show, and all of an engine where those kernels do not run."""
 
 import pytest

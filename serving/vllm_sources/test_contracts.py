@@ -283,7 +283,7 @@ def test_what_the_features_command_uses_is_there():
     assert find("v1/worker/worker_base.py", "WorkerBase.get_model")
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+# -------------------------------------------------------------------------------------------------------------- memory
 
 
 def test_the_documents_table_of_memory_is_the_planners():

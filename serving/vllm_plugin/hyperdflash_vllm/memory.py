@@ -85,12 +85,16 @@ def other_pages(vllm_config, names: set[str]) -> dict:
 
 def tokens_that_fit(vllm_config, pages: dict) -> int:
     """Into a cache of one size, whatever that is; vLLM logs it as "KV cache size"."""
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups, get_kv_cache_groups
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity
+    from vllm.v1.core import kv_cache_utils
 
+    try:
+        from vllm.v1.core import kv_cache_planning as planning
+    except ImportError:  # vLLM 0.32
+        planning = kv_cache_utils
     config = copy.copy(vllm_config)
     config.cache_config = copy.copy(config.cache_config)
     if config.cache_config.kv_cache_layout is None:  # it is chosen after this: what V4's indexer asks for
         config.cache_config.kv_cache_layout = "BLHNC"
-    plan = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, dict(pages)), MEMORY)
-    return get_kv_cache_capacity(config, plan)[0]
+    groups = planning.get_kv_cache_groups(config, dict(pages))
+    plan = planning.get_kv_cache_config_from_groups(config, groups, MEMORY)
+    return kv_cache_utils.get_kv_cache_capacity(config, plan)[0]
