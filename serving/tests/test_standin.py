@@ -48,7 +48,7 @@ def test_a_prefix_from_the_cache_is_drafted_from_as_one_that_was_computed(run, d
     prompts = long_prompts()
     job = {"batches": [prompts, prompts], "max_tokens": 40, "options": {"max_model_len": 1024}}
     drafted = run(drafter, **job)
-    assert drafted["metrics"]["vllm:prefix_cache_hits"] >= 1024
+    assert drafted["metrics"]["vllm:prefix_cache_hits"] >= 768
     first, second = drafted["tokens"]
     assert first == second == run(**job)["tokens"][0]
     assert drafted["drafts"][:2] == drafted["drafts"][2:]
@@ -56,7 +56,7 @@ def test_a_prefix_from_the_cache_is_drafted_from_as_one_that_was_computed(run, d
 
 @pytest.mark.parametrize("drafter", ["full", "chain"])
 def test_a_request_that_was_preempted_goes_on_as_if_it_had_not_been(run, drafter):
-    """Four requests in a cache that holds three."""
+    """Four requests in a cache that does not hold them to their ends."""
     generator = torch.Generator().manual_seed(10)
     prompts = [torch.randint(318, (n,), generator=generator).tolist() for n in (100, 90, 120, 110)]
     job = {"batches": [prompts], "max_tokens": 150}
@@ -65,7 +65,7 @@ def test_a_request_that_was_preempted_goes_on_as_if_it_had_not_been(run, drafter
     assert drafted["tokens"] == run(**job)["tokens"]
 
 
-SMALL_CACHE = {"num_gpu_blocks_override": 20, "block_size": 32}
+SMALL_CACHE = {"max_model_len": 320, "num_gpu_blocks_override": 80, "block_size": 32}
 
 
 def test_two_tensor_parallel_ranks_give_the_tokens_of_one(run):

@@ -180,9 +180,8 @@ ROWS = (
 RANKS = (1, 2, 4, 8)
 
 
-def table() -> list[str]:
+def table(planner: Planner) -> list[str]:
     """The lines of the table, in Markdown."""
-    planner = Planner()
     lines = [
         "| drafter of five layers | " + " | ".join(f"TP {ranks}" for ranks in RANKS) + " |",
         "|---|" + "---:|" * len(RANKS),
@@ -194,4 +193,4 @@ def table() -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(table()))
+    print("\n".join(table(Planner())))

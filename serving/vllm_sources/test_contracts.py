@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_memory import table
+from draft_memory import Draft, Planner, table
 from vllm_sources import ROOT, fields, find, lines_of, parameters, run_alone, tree
 
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.serving.vllm_format import ARCHITECTURE, NESTED, vllm_config
 from hyperdflash_vllm.checks import check_length
+from hyperdflash_vllm.memory import DraftPages
 
 SPECULATIVE = "config/speculative.py"
 DRAFT = "model_executor/models/qwen3_dflash.py"
@@ -286,7 +287,32 @@ def test_what_the_features_command_uses_is_there():
 # -------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_the_documents_table_of_memory_is_the_planners():
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return Planner()
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(1, 32), (2, 64), (4, 128), (8, 256)])
+def test_sliding_layers_get_the_largest_pages_that_widen_no_block(planner, caplog, ranks, size):
+    layers = planner.draft(Draft(ranks=ranks))
+    DraftPages(layers)
+    with caplog.at_level("INFO", "vllm.hyperdflash"):
+        assert {layer.get_kv_cache_spec(planner.config).block_size for layer in layers} == {size}
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert f"pages of {size} positions" in record.message
+
+
+def test_a_draft_that_takes_much_of_the_cache_is_warned_of_with_the_figure(planner, caplog):
+    layers = planner.draft(Draft(sliding=False))
+    DraftPages(layers)
+    assert {layer.get_kv_cache_spec(planner.config).block_size for layer in layers} == {256}
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "Beside the draft, 43% of the tokens fit" in record.message
+
+
+def test_the_documents_table_of_memory_is_the_planners(planner):
     """Also: the planner has the names that the plug-in asks for, in `memory.py`."""
     document = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    assert "\n".join(table()) in document
+    assert "\n".join(table(planner)) in document
