@@ -1,6 +1,7 @@
 """How many tokens fit into the cache beside a drafter, by vLLM's own planner: the table of `docs/serving.md`.
 
-    .venv/bin/python serving/vllm_sources/draft_memory.py        # `make test-vllm-sources` unpacks vLLM's sources
+    make test-vllm-sources                                                               # unpacks vLLM's sources
+    PYTHONPATH=serving/vllm_plugin .venv/bin/python serving/vllm_sources/draft_memory.py
 
 V4-Flash with `--kv-cache-dtype fp8 --block-size 256`. Only sizes are worked out, so nothing of vLLM is run but the
 planner and what the layers say of their pages; both are taken from the sources as they are, and so is the plug-in.
