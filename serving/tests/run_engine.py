@@ -2,7 +2,7 @@
 
 It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
 `max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
-(of prefixes, see the shim), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
+(of prefixes, see the shim), `pages` (of the draft, positions), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
 `BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
 `plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
 `drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
@@ -185,6 +185,15 @@ def top_two(logprobs) -> list[tuple[list[int], float]]:
     return found
 
 
+def serve_pages(size: int) -> None:
+    """The draft's layers have pages of this size, in the layout that DeepSeek-V4 has on a GPU: others scale them."""
+    from hyperdflash_vllm.memory import DraftPages
+
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = "BLHNC"
+    cpu_shim.block_outermost_layout()
+    DraftPages.best_size = lambda pages, vllm_config: size
+
+
 def generate(job: dict, progress: dict) -> dict:
     """Run the batches; `progress` is told once the engine is there."""
     from vllm import LLM, SamplingParams
@@ -194,6 +203,8 @@ def generate(job: dict, progress: dict) -> dict:
         cpu_shim.prefix_caching()
     if "broken" in job:
         BROKEN[job["broken"]]()
+    if "pages" in job:
+        serve_pages(job["pages"])
     if Path(job["target"]).parent.name == "standin":
         os.environ[STANDIN] = "1"
         standin.install()

@@ -37,6 +37,15 @@ def test_drafted_greedy_tokens_are_the_plain_ones_on_the_v2_runner(run, drafter)
     assert min(accepted(drafted)) > 0.3 * rounds if drafter == "chain" else rounds > 0
 
 
+@pytest.mark.parametrize("drafter", ["chain", "random"])
+def test_pages_smaller_than_the_targets_change_no_token(run, drafter):
+    """As the plug-in gives them to a draft beside DeepSeek-V4 (`memory.py`)."""
+    drafted, plain = run(drafter, max_tokens=40, pages=32), run(max_tokens=40)
+    assert drafted["tokens"] == plain["tokens"]
+    rounds = drafted["metrics"]["vllm:spec_decode_num_drafts"]
+    assert min(accepted(drafted)) > 0.5 * rounds if drafter == "chain" else rounds > 0
+
+
 def long_prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(9)
     return [torch.randint(318, (n,), generator=generator).tolist() for n in (600, 790)]
