@@ -8,7 +8,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 TINY := examples/tiny
 OF_TINY := tiny tiny-corpus tiny-texts tiny-drafter tiny-baselines tiny-heads
-OF_SERVING := test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-sglang
+OF_SERVING := test-vllm test-vllm-engines test-vllm-acceptance test-vllm-tiny test-vllm-pair test-vllm-sources test-sglang
 
 .PHONY: demo test test-fast nightly device lint bench clean $(OF_TINY) $(OF_SERVING)
 # Two targets of one of the other Makefiles would build what both need at the same time

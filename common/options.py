@@ -234,7 +234,10 @@ DRAFTER_OPTIONS = {
     "intermediate_size": {"type": at_least(1), "help": "width of the MLP (default: 3 x hidden size)"},
     "num_hidden_layers": {"type": at_least(1), "help": "layers (default: 5 from a width of 1024 on, else 2)"},
     "num_attention_heads": {"type": at_least(1), "help": "default: as many as make up the width"},
-    "num_key_value_heads": {"type": at_least(1), "help": "default: a quarter of the heads"},
+    "num_key_value_heads": {
+        "type": at_least(1),
+        "help": "default: at most a quarter of the heads and 8, a power of two",
+    },
     "head_dim": {"type": at_least(1), "help": "default: 128, and less for a width below 1024"},
     "sliding_window": {"type": at_least(1), "help": "positions that a slot can see, itself included (default: 2048)"},
 }

@@ -580,6 +580,8 @@ def test_sizes_at_v4_flash_are_the_config_defaults_and_scale_elsewhere():
         assert sizes["intermediate_size"] % 64 == 0
         assert sizes["num_hidden_layers"] == (5 if width >= 1024 else 2)
         assert sizes["num_attention_heads"] % sizes["num_key_value_heads"] == 0
+        assert sizes["num_key_value_heads"] in (1, 2, 4, 8)  # vLLM's processes share them evenly, or hold copies
+    assert default_sizes(7168)["num_key_value_heads"] == 8
 
 
 def test_every_size_can_be_given(mixed, tmp_path):

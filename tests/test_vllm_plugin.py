@@ -15,6 +15,7 @@ from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash_vllm import checks, features
 from hyperdflash_vllm.capture import RowCapture
 from hyperdflash_vllm.markov import MarkovHead
+from hyperdflash_vllm.memory import DraftPages
 from hyperdflash_vllm.reducer import CHUNK, REDUCERS
 
 
@@ -40,15 +41,18 @@ def setup(
     halves=False,
     dtype="bfloat16",
     drafts=3,
-    positions=512,
+    positions=2048,
     said=None,
     **sizes,
 ):
-    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config."""
+    """A `VllmConfig` as far as it is read; `said` changes the speculative config, `sizes` the target's config.
+
+    The draft's own `max_position_embeddings` is the target's length, as vLLM 0.33 makes it.
+    """
     names = ("vocab_size", "hidden_size", "hc_mult", "num_hidden_layers", "model_type")
     hf_config = Namespace(**{**{name: getattr(target.config, name) for name in names}, **sizes})
-    own = {} if nested is None else {NESTED: nested}
-    draft = Namespace(hf_config=Namespace(max_position_embeddings=positions, **own))
+    own = {} if nested is None else {NESTED: {**nested, "max_position_embeddings": positions}}
+    draft = Namespace(hf_config=Namespace(max_position_embeddings=512, **own))
     return Namespace(
         model_config=Namespace(architectures=list(architectures), hf_config=hf_config, max_model_len=512),
         parallel_config=Namespace(pipeline_parallel_size=stages, use_ubatching=halves),
@@ -196,6 +200,23 @@ def test_a_window_that_is_not_the_drafters_is_refused(nested, layer_types, sound
     checks.check_windows(sound, config)
     with pytest.raises(RuntimeError, match=r"windows \[128, 128\] in place of"):
         checks.check_windows([128, 128], config)
+
+
+class Layer:
+    """An attention layer of vLLM, as far as its pages go."""
+
+    layer_name, sliding_window = "draft.0", 128
+
+    def get_kv_cache_spec(self, vllm_config):
+        return vllm_config.cache_config.block_size
+
+
+def test_without_the_planner_that_is_known_pages_are_vllms_own_and_the_log_says_so(caplog):
+    """As here, where there is none; `serving/vllm_sources` has the planner."""
+    layer, config = Layer(), Namespace(cache_config=Namespace(block_size=256))
+    DraftPages([layer])
+    assert [layer.get_kv_cache_spec(config) for _ in range(2)] == [256, 256]
+    assert caplog.text.count("How many tokens fit into the cache beside the draft is unknown in this vLLM") == 1
 
 
 def test_missing_tensors_are_named():

@@ -45,7 +45,8 @@ def default_sizes(hidden_size: int, num_attention_heads: int | None = None, head
     """The drafter's sizes for a width: at 4096 those of the V4-Flash drafter, at others the same proportions.
 
     Five layers from a width of 1024 on, else two; an MLP of three times the width, rounded up to a multiple of 64;
-    heads that together are as wide as the model, four of them to a key/value head where that divides.
+    heads that together are as wide as the model, four or more of them to a key/value head. Of those there are a power
+    of two, at most eight, so that as many processes of a server can share them.
     """
     if head_dim is None:
         # The largest with eight heads or more; 16 is for tiny models
@@ -55,7 +56,7 @@ def default_sizes(hidden_size: int, num_attention_heads: int | None = None, head
         "num_hidden_layers": 5 if hidden_size >= 1024 else 2,
         "intermediate_size": -(-3 * hidden_size // 64) * 64,
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if heads % 4 else heads // 4,
+        "num_key_value_heads": next(n for n in (8, 4, 2, 1) if n == 1 or (heads >= 4 * n and heads % n == 0)),
         "head_dim": head_dim,
     }
 

@@ -133,6 +133,20 @@ def triton_interpreter() -> None:
             return True
 
     backends["cpu"] = Backend(BaseBackend, Driver)
+    masks_of_any_type()
+
+
+def masks_of_any_type() -> None:
+    """The interpreter stores with masks of booleans alone; the kernel that samples drafts gives it integers."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    stock = InterpreterBuilder.create_masked_store
+
+    def create_masked_store(builder, pointers, values, mask, *rest):
+        mask.data = mask.data.astype(bool)
+        return stock(builder, pointers, values, mask, *rest)
+
+    InterpreterBuilder.create_masked_store = create_masked_store
 
 
 def apply(*, interpreter: bool) -> None:

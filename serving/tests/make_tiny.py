@@ -86,6 +86,52 @@ def peaky_target(layer_types, seed: int = 0) -> DeepseekV4ForCausalLM:
     return model
 
 
+def save_standin(target, folder: Path) -> None:
+    """The checkpoint of `standin.py`: embedding, head and hc_head are the target's, so that its drafters fit."""
+    torch.manual_seed(5)
+    config, m = target.config, target.config.hc_mult
+    D, kv, wide = config.hidden_size, 64, 192
+    shapes = {"q_proj": (D, D), "k_proj": (kv, D), "v_proj": (kv, D), "o_proj": (D, D)}
+    shapes = {f"self_attn.{name}": shape for name, shape in shapes.items()}
+    shapes |= {"mlp.gate_proj": (wide, D), "mlp.up_proj": (wide, D), "mlp.down_proj": (D, wide)}
+    norms = {"self_attn.q_norm": 32, "self_attn.k_norm": 32, "input_layernorm": D, "post_attention_layernorm": D}
+    head = target.model.hc_head
+    tensors = {
+        "embed.weight": target.model.embed_tokens.weight,
+        "head.weight": target.lm_head.weight,
+        "norm.weight": target.model.norm.weight,
+        **{f"hc_head_{name}": getattr(head, f"hc_{name}") for name in ("fn", "base", "scale")},
+        "read": torch.rand(config.num_hidden_layers, m).softmax(-1),
+        "write": 0.5 + torch.rand(config.num_hidden_layers, m),
+    }
+    for i in range(config.num_hidden_layers):
+        for name, shape in shapes.items():
+            tensors[f"layers.{i}.{name}.weight"] = 0.06 * torch.randn(shape)
+        for name, width in norms.items():
+            tensors[f"layers.{i}.{name}.weight"] = torch.ones(width)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    fields = ("vocab_size", "hidden_size", "num_hidden_layers", "hc_mult", "rms_norm_eps", "max_position_embeddings")
+    standin = {
+        # Of no model that vLLM treats in a way of its own
+        "model_type": "qwen3",
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "dtype": "bfloat16",
+        **{name: getattr(config, name) for name in fields},
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": wide,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    (folder / "config.json").write_text(json.dumps(standin, indent=2))
+
+
 def drafter_config(target, **kwargs) -> HyperDFlashConfig:
     """A drafter whose pages of the cache are no larger than the target's: one key/value head."""
     config = target.config
@@ -299,6 +345,7 @@ def main() -> None:
         save_official(target, BUILD / name / "target")
         export(chain_drafter(target), BUILD / name / "chain")
         if name == "sliding":
+            save_standin(target, BUILD / "standin" / "target")
             full = "full_attention"
             export(silent_drafter(target), BUILD / name / "silent")
             export(random_drafter(target), BUILD / name / "random")

@@ -2,7 +2,7 @@
 
 It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
 `max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
-(of prefixes, see the shim), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
+(of prefixes, see the shim), `pages` (of the draft, positions), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
 `BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
 `plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
 `drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
@@ -10,6 +10,8 @@ It reads lines of three file names, see `serve`. A job has `target`, `batches` (
 
 A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
 `options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
+
+A target in a folder `standin` is served by `standin.py`, also in workers, processes that import this file anew.
 """
 
 import json
@@ -22,10 +24,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 import cpu_shim
+import standin
 import torch
 from safetensors.torch import save_file
 
 JOB_SECONDS = 900
+STANDIN = "HYPERDFLASH_TESTS_STANDIN"
+
+if os.environ.get(STANDIN):
+    standin.install()
 
 
 def tap_residual(keep) -> None:
@@ -161,10 +168,10 @@ def keep_rounds() -> tuple[dict[str, list], dict[str, list]]:
 
 
 def read_metrics(llm) -> dict:
-    """vLLM's own counters of drafting and of the prefix cache; a vector stays a list."""
+    """vLLM's own counters of drafting, the prefix cache and preemptions; a vector stays a list."""
     found = {}
     for metric in llm.get_metrics():
-        if "spec_decode" in metric.name or "prefix_cache" in metric.name:
+        if any(word in metric.name for word in ("spec_decode", "prefix_cache", "preemptions")):
             found[metric.name] = getattr(metric, "values", getattr(metric, "value", None))
     return found
 
@@ -178,6 +185,15 @@ def top_two(logprobs) -> list[tuple[list[int], float]]:
     return found
 
 
+def serve_pages(size: int) -> None:
+    """The draft's layers have pages of this size, in the layout that DeepSeek-V4 has on a GPU: others scale them."""
+    from hyperdflash_vllm.memory import DraftPages
+
+    os.environ["VLLM_KV_CACHE_LAYOUT"] = "BLHNC"
+    cpu_shim.block_outermost_layout()
+    DraftPages.best_size = lambda pages, vllm_config: size
+
+
 def generate(job: dict, progress: dict) -> dict:
     """Run the batches; `progress` is told once the engine is there."""
     from vllm import LLM, SamplingParams
@@ -187,6 +203,11 @@ def generate(job: dict, progress: dict) -> dict:
         cpu_shim.prefix_caching()
     if "broken" in job:
         BROKEN[job["broken"]]()
+    if "pages" in job:
+        serve_pages(job["pages"])
+    if Path(job["target"]).parent.name == "standin":
+        os.environ[STANDIN] = "1"
+        standin.install()
     if "architecture" in job:
         serve_stock_target(job["architecture"])
         options["hf_overrides"] = {"architectures": [job["architecture"]]}
@@ -207,7 +228,7 @@ def generate(job: dict, progress: dict) -> dict:
     for batch in job["batches"]:
         prompts = [{"prompt_token_ids": ids} for ids in batch]
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
-        tokens.append([list(output.outputs[0].token_ids) for output in outputs])
+        tokens.append([list(one.token_ids) for output in outputs for one in output.outputs])
         leads += [top_two(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
     in_order = sorted(rounds, key=lambda name: int(name.split("-")[0]))
     return {

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.usefixtures("v4")
 HERE = Path(__file__).resolve().parent
 NUM_ROUNDS, NEW_TOKENS, DRAFTS, BATCH = 4000, 330, 6, 16
 DRAFTERS = ("drafter", "markov")

@@ -206,7 +206,7 @@ DAMAGED = {
     "vocabulary": (changed("vocab_size", 321), "vocabulary 321, but the target has 320"),
     "hidden size": (changed("target_hidden_size", 64), "hidden size 64, but the target has 128"),
     "paths": (changed("hc_mult", 2), "hc_mult 2, but the target has 4"),
-    "positions": (lambda config: config.update(max_position_embeddings=256), "the drafter's positions end at 256"),
+    "positions": (changed("max_position_embeddings", 256), "the drafter's positions end at 256"),
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+pytestmark = pytest.mark.usefixtures("v4")
 SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--seed", "0"]
 
 

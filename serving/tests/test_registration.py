@@ -1,6 +1,7 @@
 """The entry point: what it registers, as often as it is called, and what it leaves alone."""
 
 import json
+import logging
 import subprocess
 import sys
 
@@ -36,6 +37,35 @@ def test_registering_again_changes_nothing(registry):
     register()
     register()
     assert {name: repr(model) for name, model in registry.models.items()} == before
+
+
+def foreign_class() -> type:
+    """A DeepSeek-V4 as a platform outside vLLM brings it."""
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    return type("TheirDeepseekV4", (Qwen3ForCausalLM,), {"__module__": "vllm_theirs.models"})
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "the class"])
+def test_another_platforms_deepseek_v4_stays_and_the_log_says_so(registry, monkeypatch, caplog, by_name):
+    monkeypatch.setattr(registry, "models", dict(registry.models))
+    theirs = "vllm_theirs.models:DeepseekV4" if by_name else foreign_class()
+    registry.register_model("DeepseekV4ForCausalLM", theirs)
+    kept = registry.models["DeepseekV4ForCausalLM"]
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)  # vLLM's own handler takes it otherwise
+    with caplog.at_level("INFO", "vllm.hyperdflash"):
+        register()
+    assert registry.models["DeepseekV4ForCausalLM"] is kept
+    assert "DeepseekV4ForCausalLM is left to vllm_theirs.models" in caplog.text
+
+
+def test_vllms_own_deepseek_v4_is_taken_over_however_it_is_registered(registry, monkeypatch):
+    from vllm.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+    monkeypatch.setattr(registry, "models", dict(registry.models))
+    registry.register_model("DeepseekV4ForCausalLM", DeepseekV4ForCausalLM)
+    register()
+    assert registry.models["DeepseekV4ForCausalLM"].module_name == "hyperdflash_vllm.target"
 
 
 def test_the_classes_are_vllms_own_with_our_draft_beside_them(registry):

@@ -257,7 +257,7 @@ def tokenizer(build, tmp_path_factory) -> list:
 
 
 @pytest.fixture(scope="module")
-def drafting_url(build, tokenizer, tmp_path_factory):
+def drafting_url(v4, build, tokenizer, tmp_path_factory):
     """`vllm serve` of a DeepSeek-V4 with a drafter whose sequential head is mostly right; engine and worker are
     processes of their own."""
     speculative = {

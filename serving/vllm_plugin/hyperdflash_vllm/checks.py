@@ -102,7 +102,7 @@ def check_setup(vllm_config) -> None:
     check_parallel(vllm_config.parallel_config)
     check_cache_dtype(speculative.kv_cache_dtype)
     check_num_drafts(speculative.num_speculative_tokens, config["block_size"])
-    check_length(vllm_config.model_config.max_model_len, speculative.draft_model_config.hf_config)
+    check_length(vllm_config.model_config.max_model_len, config["max_position_embeddings"])
     check_head(config, speculative)
     check_shapes(config, vllm_config.model_config.hf_config)
 
@@ -173,12 +173,16 @@ def check_num_drafts(num_speculative_tokens: int, block_size: int) -> None:
         )
 
 
-def check_length(max_model_len: int, draft) -> None:
-    """The drafter has a position for every token. (V2's runner would go on behind the last.)"""
-    if (most := draft.max_position_embeddings) < max_model_len:
+def check_length(max_model_len: int, positions: int) -> None:
+    """The drafter has a position for every token. (V2's runner would go on behind the last.)
+
+    `positions` is what the drafter was trained with: since 0.33, vLLM raises the number in the draft's own
+    configuration to the target's before anyone looks.
+    """
+    if positions < max_model_len:
         raise ValueError(
-            f"max_model_len={max_model_len}, but the drafter's positions end at {most}: serve with --max-model-len "
-            f"{most} or less"
+            f"max_model_len={max_model_len}, but the drafter's positions end at {positions}: serve with "
+            f"--max-model-len {positions} or less"
         )
 
 
@@ -215,7 +219,8 @@ def check_target_class(found: type, expected: type) -> None:
     if not issubclass(found, expected):
         raise ValueError(
             f"another class than the plug-in's serves the target, {found.__module__}.{found.__qualname__}: by another "
-            "plug-in (VLLM_PLUGINS=hyperdflash loads this one alone), model_impl or model_class_overrides"
+            "platform, whose DeepSeek-V4 the plug-in leaves alone, another plug-in (VLLM_PLUGINS=hyperdflash loads "
+            "this one alone), model_impl or model_class_overrides"
         )
 
 

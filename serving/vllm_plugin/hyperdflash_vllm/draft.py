@@ -18,6 +18,7 @@ from .checks import (
     logger,
 )
 from .markov import MarkovHead
+from .memory import DraftPages
 from .reducer import REDUCERS
 from .target import HyperDeepseekV4ForCausalLM
 
@@ -46,7 +47,9 @@ class DFlashHyperDraftModel(DFlashQwen3ForCausalLM):
         nested = getattr(vllm_config.speculative_config.draft_model_config.hf_config, NESTED)
         with without_target_window(get_current_vllm_config().cache_config):
             super().__init__(vllm_config=vllm_config, prefix=prefix)
-        check_windows([layer.self_attn.attn.sliding_window for layer in self.model.layers], nested)
+        attention = [layer.self_attn.attn for layer in self.model.layers]
+        check_windows([layer.sliding_window for layer in attention], nested)
+        DraftPages(attention)
         self.num_features = nested["hc_mult"] * nested["target_hidden_size"]
         device = self.model.fc.weight.device
         if nested["reducer"] != "fc":
