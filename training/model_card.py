@@ -28,6 +28,7 @@ TAGS = ["speculative-decoding", "deepseek-v4", "dflash", "hyperdflash"]
 PLACES = (
     "eval_data",
     "features_dir",
+    "features_server",
     "hub_model_id",
     "hub_token",
     "output_dir",
