@@ -395,6 +395,7 @@ def serving(target, **changes):
     """A `VllmConfig` that features are written with, but for the changes."""
     config = setup(target, None)
     config.speculative_config = changes.get("draft")
+    config.parallel_config.prefill_context_parallel_size = changes.get("split", 1)
     config.scheduler_config = Namespace(enable_chunked_prefill=changes.get("chunked", False))
     config.cache_config = Namespace(enable_prefix_caching=changes.get("prefixes", False))
     config.model_config.enforce_eager = changes.get("eager", True)
@@ -409,6 +410,7 @@ def serving(target, **changes):
         ({"chunked": True}, "--no-enable-chunked-prefill"),
         ({"prefixes": True}, "--no-enable-prefix-caching"),
         ({"eager": False}, "--enforce-eager"),
+        ({"split": 2}, "no --prefill-context-parallel-size"),
         ({"architecture": "Qwen3ForCausalLM"}, "architecture is Qwen3ForCausalLM"),
     ],
 )

@@ -246,8 +246,9 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(
             "features_dir, the folder for the features, is missing: add it to the recipe, or features_dir=..."
         )
-    # What is asked for here is there to stay
-    recipe.keep_features = True
+    if recipe.features == "server" and recipe.on_missing == "error":
+        raise RecipeError("on_missing: error has nothing written: leave it out, or on_missing=generate")
+    recipe.keep_features = True  # what is asked for here is there to stay
     # First: everything read from here on is of this one commit
     recipe.target, recipe.target_revision = resolve_checkpoint(recipe.target, recipe.target_revision)
     tokenizer = load_tokenizer(recipe.target, recipe.target_revision)

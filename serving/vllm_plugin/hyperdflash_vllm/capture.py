@@ -75,6 +75,7 @@ class PromptWriter:
             if not paths.isfinite().all():
                 raise ValueError(f"the residual of a prompt of {len(ids)} tokens holds NaN or infinite values")
             context = paths.unflatten(-1, (self.num_paths, -1))
+            file.parent.mkdir(exist_ok=True)  # somebody may have cleared the folder
             crc32 = zlib.crc32(context.view(torch.uint8).numpy().data)
             write_whole(file, save({"context": context, "input_ids": ids.int()}, {"crc32": str(crc32)}))
         except (ValueError, OSError) as error:

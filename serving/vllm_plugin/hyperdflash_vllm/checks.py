@@ -86,28 +86,23 @@ def check_features_setup(vllm_config, folder: str) -> None:
         raise ValueError(
             f"{FEATURES} {folder!r} in additional_config is not a folder that can be written: make it first"
         )
-    check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
-    check_parallel(vllm_config.parallel_config)
-    for is_wrong, what, option in (
-        (vllm_config.speculative_config is not None, "features come from the target alone", "no --speculative-config"),
-        (
-            vllm_config.scheduler_config.enable_chunked_prefill,
-            "a prompt cut in pieces is none",
-            "--no-enable-chunked-prefill",
-        ),
-        (
-            vllm_config.cache_config.enable_prefix_caching,
-            "a cached prefix is not run again",
-            "--no-enable-prefix-caching",
-        ),
-        (
-            not vllm_config.model_config.enforce_eager,
-            "a replayed graph does not hand its rows over",
-            "--enforce-eager",
-        ),
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_architecture(model.architectures, model.hf_config.model_type)
+    check_parallel(parallel)
+    is_split = getattr(parallel, "prefill_context_parallel_size", 1) > 1  # an older or newer vLLM may not have it
+    is_cut, is_cached = (
+        vllm_config.scheduler_config.enable_chunked_prefill,
+        vllm_config.cache_config.enable_prefix_caching,
+    )
+    for is_wrong, why, remedy in (
+        (vllm_config.speculative_config is not None, "the target runs alone", "no --speculative-config"),
+        (is_split, "each process would have a part of one", "no --prefill-context-parallel-size"),
+        (is_cut, "the scheduler may cut them", "--no-enable-chunked-prefill"),
+        (is_cached, "a cached prefix is not run again", "--no-enable-prefix-caching"),
+        (not model.enforce_eager, "a replayed graph does not hand its rows over", "--enforce-eager"),
     ):
         if is_wrong:
-            raise ValueError(f"features are written of whole prompts, and {what}: serve with {option}")
+            raise ValueError(f"features are written of whole prompts, and {why}: serve with {remedy}")
 
 
 @named()
