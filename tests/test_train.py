@@ -1237,6 +1237,15 @@ def test_every_shipped_recipe_names_existing_options(recipe):
     assert args.train_data
 
 
+@pytest.mark.parametrize("file", sorted((ROOT / "training" / "accelerate").glob("*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_takes_every_shipped_configuration(file):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(file))  # which refuses keys that it does not know
+    assert config.num_processes == 4 * config.num_machines
+    assert config.distributed_type == "MULTI_GPU"
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [("true", True), ("True", True), ("yes", True), ("false", False), ("False", False), ("no", False), ("off", False)],

@@ -31,6 +31,8 @@ PLACES = (
     "features_server",
     "hub_model_id",
     "hub_token",
+    "keep_features",
+    "on_missing",
     "output_dir",
     "project",
     "resume_from_checkpoint",

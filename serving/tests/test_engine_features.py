@@ -139,7 +139,7 @@ def test_a_drafter_is_trained_from_a_server_and_from_its_files_with_the_server_g
     options = ["eval_data=[]", "per_device_train_batch_size=1"]
     asked = train("asked", *options, "keep_features=false")
     assert not list(folder.rglob("*.safetensors"))
-    two = train("two", *options, "ddp_backend=gloo", "keep_features=false", "dataloader_num_workers=1", processes=2)
+    two = train("two", *options, "ddp_backend=gloo", "keep_features=false", processes=2)
     assert not list(folder.rglob("*.safetensors"))
     assert len(two[1]) == len(asked[1]) == 6
     kept = train("kept", *options)
