@@ -268,7 +268,7 @@ def test_the_features_of_another_target_are_not_taken(written, config, rows):
     assert len(stored.missing(rows)) == len(rows)
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
 def test_the_head_of_a_checkpoint_is_that_of_the_loaded_target(dtype, monkeypatch):
     head = TargetHead.from_target(load_target(str(TINY_WORLD_TARGET), None, dtype)[0])
 

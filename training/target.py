@@ -94,12 +94,13 @@ class TargetHead:
         if config.tie_word_embeddings:  # stored once, as the embedding
             del shapes["lm_head.weight"]
         tensors = {name: checkpoint.read(stored, shape) for name, (stored, shape) in shapes.items()}
-        # "auto" is the configuration's in transformers, whatever the files hold
+        # "auto" is the configuration's in transformers, whatever the files hold; hc_head and norm are fp32 in any case
         dtype = config.dtype if dtype == "auto" else getattr(torch, dtype)
-        if dtype is not None:
-            # transformers keeps hc_head in fp32 whatever the dtype
-            of = {name: torch.float32 if name.startswith("hc_head.") else dtype for name in tensors}
-            tensors = {name: tensor.to(of[name]) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            if name not in ("embed_tokens.weight", "lm_head.weight"):
+                tensors[name] = tensor.float()
+            elif dtype is not None:
+                tensors[name] = tensor.to(dtype)
         return cls(config, tensors)
 
     @cached_property
