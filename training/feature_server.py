@@ -89,13 +89,14 @@ class FeatureServer:
         problem.unlink(missing_ok=True)  # of an earlier try
         first = int(path.stem[:8], 16)  # each sample has its own server, and the next one where that fails
         for attempt in range(TRIES):
-            url = self.urls[(first + attempt) % len(self.urls)]
-            reason = self._ask(url, input_ids)
-            if reason is None:
-                if wait_for(path, problem):
-                    return
-                reason = f"{url} answers, but {path} does not come: look at the server's log"
-            elif attempt < TRIES - 1:
+            for i in range(len(self.urls)):
+                url = self.urls[(first + i) % len(self.urls)]
+                reason = self._ask(url, input_ids)
+                if reason is None:
+                    if wait_for(path, problem):
+                        return
+                    reason = f"{url} answers, but {path} does not come: look at the server's log"
+            if attempt < TRIES - 1:
                 time.sleep(FIRST_WAIT * 2**attempt)
         raise OSError(f"features_server: {reason}, after {TRIES} tries. Resume when it is there again")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_serve import byte_tokenizer, serve, stop
+from vllm_server import byte_tokenizer, serve, stop
 
 WHOLE_PROMPTS = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
 
