@@ -22,7 +22,7 @@ _EXPORTS = {
     "init_drafter": "training.init",
     "load_data": "training.data",
     "OnlineFeatures": "training.target",
-    "OfflineFeatures": "training.feature_store",
+    "CachedFeatures": "training.feature_cache",
     "SampleDataset": "training.dataset",
     "HyperDFlashTrainer": "training.trainer",
     "HyperDFlashTrainingArguments": "training.arguments",

@@ -306,19 +306,12 @@ def _features(commands) -> None:
     parser = commands.add_parser(
         "features",
         help="store the target's features of a recipe's data",
-        description="Run the target once over the data of a recipe and store its residuals in features_dir, for runs "
-        "with `features: offline`. Run the same command again to resume.",
+        description="Run the target once over the data of a recipe, here or in vLLM (`features: server`), and store "
+        "its residuals in features_dir. Run the same command again to resume.",
     )
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="as for `hyperdflash train`")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="win over the file")
-    action = parser.add_mutually_exclusive_group()
-    action.add_argument("--verify", action="store_true", help="write nothing; read and check all that is stored")
-    action.add_argument(
-        "--vllm",
-        action="store_true",
-        help="do not run the target here: add the shards that vLLM wrote, and plan the rest for "
-        "`python -m hyperdflash_vllm.features`",
-    )
+    parser.add_argument("--verify", action="store_true", help="write nothing; read and check all that is stored")
     parser.set_defaults(run="training.features")
 
 

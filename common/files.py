@@ -5,6 +5,7 @@ import os
 import shutil
 from contextlib import contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 
 def read_text(path: str | Path) -> str:
@@ -24,9 +25,12 @@ def read_json(path: str | Path):
         raise ValueError(f"{path} is not valid JSON: {error}") from error
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write `path` atomically: to a temporary name, synced, then renamed. Raises `OSError` that names it."""
-    partial = path.with_name(f".{path.name}.partial")
+def write_atomically(path: Path, content: bytes, *, is_shared: bool = False) -> None:
+    """Write `path` atomically: to a temporary name, synced, then renamed. Raises `OSError` that names it.
+
+    With `is_shared` several processes may write the same file at once, each under a temporary name of its own.
+    """
+    partial = path.with_name(f".{path.name}.{f'{uuid4().hex[:8]}.' if is_shared else ''}partial")
     try:
         with partial.open("wb") as file:
             file.write(content)

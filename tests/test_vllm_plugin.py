@@ -1,19 +1,17 @@
 """The vLLM plug-in as far as it goes without vLLM: refusals and reducers. `serving/tests` has the engine."""
 
-import json
-import sys
 from types import SimpleNamespace as Namespace
 
 import pytest
 import torch
 from live_memory import LiveMemory
+from safetensors.torch import load_file
 from tiny_v4 import tiny_drafter, tiny_target
 
 from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerprint
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
-from hyperdflash_vllm import checks, features
-from hyperdflash_vllm.capture import RowCapture
+from hyperdflash_vllm import capture, checks
 from hyperdflash_vllm.markov import MarkovHead
 from hyperdflash_vllm.memory import DraftPages
 from hyperdflash_vllm.reducer import CHUNK, REDUCERS
@@ -341,6 +339,9 @@ def test_logits_that_vllm_keeps_for_verification_are_chosen_from_as_they_are_kep
 # ------------------------------------------------------------------------------------------------------------ features
 
 
+HEAD = {name: torch.ones(3) for name in capture.HASHED}
+
+
 def forward_of(*rows, padding=0):
     """Inputs and paths `(T, 2 * 3)` of a forward that holds these sequences end to end, each with its positions."""
     ids = torch.tensor([token for row in rows for token in row] + [0] * padding)
@@ -348,102 +349,100 @@ def forward_of(*rows, padding=0):
     return ids, positions, torch.randn(len(ids), 6)
 
 
-def test_rows_of_several_requests_are_told_apart_in_any_order():
-    capture, rows = RowCapture(num_paths=2), [[5, 6, 7], [5, 6], [9]]
-    capture.start(rows)
+def written(folder, *forwards) -> dict[tuple, torch.Tensor]:
+    """What a writer makes of these forwards: the ids of each file, and its paths."""
+    writer = capture.PromptWriter(folder, num_paths=2)
+    writer.open(HEAD)
+    for forward in forwards:
+        writer.take(*forward)
+    writer.threads.shutdown()
+    found = [load_file(file) for file in writer.folder.glob("*.safetensors")]
+    return {tuple(file["input_ids"].tolist()): file["context"] for file in found}
+
+
+def test_prompts_of_several_requests_are_told_apart(tmp_path):
+    rows = [[5, 6, 7], [5, 6], [9, 9]]
     first, second = forward_of(rows[2], rows[0], padding=3), forward_of(rows[1])
-    capture.take(*first)
-    capture.take(*second)
-    shard = capture.shard(rows)
-    want = torch.cat([first[2][1:4], second[2], first[2][:1]]).bfloat16()
-    assert torch.equal(shard["context"], want.view(6, 2, 3))
-    assert shard["offsets"].tolist() == [0, 3, 5, 6]
+    found = written(tmp_path, first, second)
+    assert found.keys() == {(5, 6, 7), (5, 6), (9, 9)}
+    for row, paths in zip(rows, (first[2][2:5], second[2], first[2][:2]), strict=True):
+        assert torch.equal(found[tuple(row)], paths.bfloat16().view(-1, 2, 3))
 
 
-def test_a_sequence_that_was_cut_or_never_run_is_named():
-    capture, rows = RowCapture(num_paths=2), [[5, 6], [7, 8, 9]]
-    capture.start(rows)
-    ids, positions, paths = forward_of(rows[0], rows[1])
-    capture.take(ids[:4], positions[:4], paths[:4])
-    capture.take(ids[4:], positions[4:], paths[4:])
-    with pytest.raises(ValueError, match=r"1 of 2 sequences never went .* number 1 of the shard \(3 tokens\)"):
-        capture.shard(rows)
+def test_parts_of_prompts_decoded_tokens_and_padding_are_no_prompts(tmp_path):
+    ids, positions, paths = forward_of([1, 2, 3], [7], [8, 9], [4], padding=2)
+    positions[3] = 12  # a token that another request decodes
+    positions[4:6] = torch.tensor([5, 6])  # the rest of a prompt that was cut
+    assert written(tmp_path, (ids, positions, paths)).keys() == {(1, 2, 3)}
 
 
-def test_nothing_is_kept_of_what_is_not_wanted_and_nothing_of_the_shard_before():
-    capture = RowCapture(num_paths=2)
-    capture.take(*forward_of([1, 2]))
-    capture.start([[1, 2]])
-    capture.take(*forward_of([3]))
-    assert not capture.found
-    capture.take(*forward_of([1, 2]))
-    capture.start([[4]])
-    with pytest.raises(ValueError, match="1 of 1 sequences"):
-        capture.shard([[1, 2]])
+def test_a_prompt_is_written_once_and_left_alone_when_it_is_there(tmp_path):
+    first, second = forward_of([1, 2], [1, 2], [3, 4]), forward_of([1, 2])
+    found = written(tmp_path, first)
+    assert torch.equal(found[1, 2], first[2][:2].bfloat16().view(-1, 2, 3))
+    assert torch.equal(written(tmp_path, second)[1, 2], found[1, 2])
 
 
-def test_features_that_are_not_finite_are_refused():
-    capture = RowCapture(num_paths=2)
-    capture.start([[1], [2]])
-    ids, positions, paths = forward_of([1], [2])
-    paths[1, 3] = float("nan")
-    capture.take(ids, positions, paths)
-    with pytest.raises(ValueError, match="sequence 1 of the shard holds NaN"):
-        capture.shard([[1], [2]])
+def test_the_buffer_may_be_written_again_at_once(tmp_path):
+    forward = forward_of([1, 2, 3])
+    want = forward[2].bfloat16().view(-1, 2, 3)
+    writer = capture.PromptWriter(tmp_path, num_paths=2)
+    writer.open(HEAD)
+    writer.take(*forward)
+    for tensor in forward:
+        tensor.zero_()
+    writer.threads.shutdown()
+    (file,) = writer.folder.iterdir()
+    assert torch.equal(load_file(file)["context"], want)
+    assert load_file(file)["input_ids"].tolist() == [1, 2, 3]
 
 
-def test_features_of_another_target_are_refused_as_such(target, nested):
-    plan = {name: value for name, value in nested.items() if name != "block_size"}
-    config = setup(target, None, vocab_size=65)
-    with pytest.raises(ValueError, match="the features' plan was made for a target with vocabulary 64"):
-        checks.check_features_setup(config, plan)
-    with pytest.raises(ValueError, match="architecture is Qwen3ForCausalLM"):
-        checks.check_features_setup(setup(target, None, architectures=["Qwen3ForCausalLM"]), plan)
-    checks.check_features_setup(setup(target, None), plan)
-    stranger = fingerprint_tensors(tiny_target(seed=9))["hc_head_fn"]
-    with pytest.raises(ValueError, match="the features' plan was made for another target"):
-        checks.check_fingerprint(plan, {"hc_head_fn": stranger})
+def test_a_residual_that_is_not_finite_is_not_written_but_said(tmp_path):
+    ids, positions, paths = forward_of([1, 2], [3, 4])
+    paths[3, 3] = float("nan")
+    assert written(tmp_path, (ids, positions, paths)).keys() == {(1, 2)}
+    (problem,) = tmp_path.rglob("*.error")
+    assert "a prompt of 2 tokens holds NaN or infinite values" in problem.read_text()
 
 
-def test_another_target_is_refused_before_an_engine_is_started(target, nested, tmp_path, monkeypatch):
-    """The engine's own process would say why in its log alone."""
-    (tmp_path / "train").mkdir()
-    lines = {**nested, "format": features.FORMAT}, {"file": "shard", "mark": "", "input_ids": [[1, 2, 3]]}
-    (tmp_path / "train" / features.PLAN).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = setup(target, None, vocab_size=65)
-    args = Namespace(EngineArgs=lambda **options: Namespace(create_engine_config=lambda: config))
-    monkeypatch.setitem(sys.modules, "vllm", Namespace(LLM=lambda **options: pytest.fail("an engine was started")))
-    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", args)
-    with pytest.raises(ValueError, match="made for a target with vocabulary 64, but the target has 65"):
-        features.write_all(tmp_path, {})
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(capture.os, "fsync", lambda fd: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        capture.write_whole(tmp_path / "file", b"x")
+    assert not list(tmp_path.iterdir())
 
 
-def test_batches_hold_all_rows_in_order_and_fit_the_scheduler():
-    rows = [[1] * n for n in (5, 3, 4, 9, 1, 1, 1, 1)]
-    batches = features.make_batches(rows, max_tokens=9, max_rows=3)
-    assert [len(row) for batch in batches for row in batch] == [5, 3, 4, 9, 1, 1, 1, 1]
-    assert [[len(row) for row in batch] for batch in batches] == [[5, 3], [4], [9], [1, 1, 1], [1]]
+def serving(target, **changes):
+    """A `VllmConfig` that features are written with, but for the changes."""
+    config = setup(target, None)
+    config.speculative_config = changes.get("draft")
+    config.parallel_config.prefill_context_parallel_size = changes.get("split", 1)
+    config.scheduler_config = Namespace(enable_chunked_prefill=changes.get("chunked", False))
+    config.cache_config = Namespace(enable_prefix_caching=changes.get("prefixes", False))
+    config.model_config.enforce_eager = changes.get("eager", True)
+    config.model_config.architectures = [changes.get("architecture", "DeepseekV4ForCausalLM")]
+    return config
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("changes", "message"),
     [
-        ({"speculative_config": {"method": "dflash"}}, "speculative_config=.* features come from the target alone"),
-        ({"additional_config": {"a": 1}}, "additional_config={'a': 1} cannot be given"),
-        ({"worker_extension_cls": "my.Class"}, "worker_extension_cls='my.Class' cannot be given"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 .*: use tensor_parallel_size"),
-        ({"max_num_batched_tokens": 99}, "max_num_batched_tokens=99 is less than the longest sequence, 100"),
+        ({"draft": Namespace()}, "no --speculative-config"),
+        ({"chunked": True}, "--no-enable-chunked-prefill"),
+        ({"prefixes": True}, "--no-enable-prefix-caching"),
+        ({"eager": False}, "--enforce-eager"),
+        ({"split": 2}, "no --prefill-context-parallel-size"),
+        ({"architecture": "Qwen3ForCausalLM"}, "architecture is Qwen3ForCausalLM"),
     ],
 )
-def test_options_that_would_lose_rows_are_refused(options, message):
+def test_a_server_that_would_lose_prompts_is_refused(target, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        features.engine_options(options, {}, longest=100)
+        checks.check_features_setup(serving(target, **changes), str(tmp_path))
+    checks.check_features_setup(serving(target), str(tmp_path))
 
 
-def test_a_folder_without_a_plan_is_refused_with_the_command(tmp_path):
-    with pytest.raises(FileNotFoundError, match="hyperdflash features RECIPE --vllm"):
-        features.write_all(tmp_path, {})
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / features.PLAN).write_text('{"format": "other"}\n')
-    with pytest.raises(ValueError, match="not a plan of this version"):
-        features.write_all(tmp_path, {})
+@pytest.mark.parametrize("folder", [None, 3, "absent"])
+def test_a_folder_that_cannot_be_written_is_refused(target, tmp_path, folder):
+    folder = str(tmp_path / folder) if isinstance(folder, str) else folder
+    with pytest.raises(ValueError, match=rf"hyperdflash_features .*{folder}.* is not a folder that can be written"):
+        checks.check_features_setup(serving(target), folder)

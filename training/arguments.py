@@ -25,7 +25,7 @@ from ..common.precision import has_bf16
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..encoding_deepseek_v4 import check_options
 
-FEATURES = ("online", "offline")
+FEATURES, ON_MISSING = ("online", "offline", "server"), ("generate", "error")
 # Fields of transformers that this trainer cannot follow, with the value that leaves each off, and why
 UNSUPPORTED = {
     "neftune_noise_alpha": (None, "the drafter has no embedding of its own to add noise to"),
@@ -84,10 +84,14 @@ class HyperDFlashTrainingArguments(TrainingArguments):
             Leave out rows that cannot be read, instead of stopping at the first.
         features (`str`, *optional*, defaults to `"online"`):
             `"online"`: the target runs in every step. `"offline"`: its residuals come from `features_dir`, written by
-            `hyperdflash features`.
+            `hyperdflash features`. `"server"`: from there too, and vLLM is asked for those that are missing.
         attention (`str`, *optional*):
             Of the drafter in training: `"flex_attention"` (compiled, a batch at once; by default on a GPU), `"eager"`
             (a sample at a time; by default on a CPU) or `"sdpa"` (likewise, torch's fused one).
+        features_server (`list[str]`, *optional*), on_missing (`str`, *optional*, defaults to `"generate"`):
+            Addresses of the servers; `"error"` asks none of them.
+        keep_features (`bool`, *optional*, defaults to `True`):
+            Whether what a server wrote for this run stays in `features_dir`, or is removed once it is read.
         num_anchors (`int`, *optional*, defaults to 512):
             Blocks drawn from every sample, again at every step.
         gamma (`float`, *optional*, defaults to 4.0):
@@ -127,6 +131,9 @@ class HyperDFlashTrainingArguments(TrainingArguments):
     features: str = "online"
     features_dir: str | None = None
     attention: str | None = None
+    features_server: list[str] = field(default_factory=list)
+    on_missing: str = "generate"
+    keep_features: bool = True
     num_anchors: int = 512
     gamma: float = 4.0
     kl_alpha: float = 0.15
@@ -181,6 +188,7 @@ class HyperDFlashTrainingArguments(TrainingArguments):
         """Each value alone."""
         for name, allowed in (
             ("features", FEATURES),
+            ("on_missing", ON_MISSING),
             ("kl_teacher", KL_TEACHERS),
             ("attention", ATTENTIONS),
             ("train_sampling_strategy", ("random", "group_by_length")),
@@ -226,8 +234,10 @@ class HyperDFlashTrainingArguments(TrainingArguments):
 
     def _check_together(self) -> None:
         """Settings that need or exclude each other."""
-        if self.features == "offline" and not self.features_dir:
-            raise RecipeError("features: offline needs features_dir, the folder that `hyperdflash features` writes")
+        if self.features != "online" and not self.features_dir:
+            raise RecipeError(f"features: {self.features} needs features_dir, the folder that they are read from")
+        if self.features == "server" and self.on_missing == "generate" and not self.features_server:
+            raise RecipeError("features: server needs features_server, the address of a vLLM: http://HOST:8000")
         if self.target_dtype == "float16":
             raise RecipeError(
                 "target_dtype: DeepSeek-V4 does not run in float16 in transformers: choose bfloat16, float32 or auto"

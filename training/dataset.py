@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Sampler
 if TYPE_CHECKING:
     import datasets
 
-    from .feature_store import OfflineFeatures
+    from .feature_cache import CachedFeatures
 
 NO_SAMPLE = -1  # fills the last batch of an epoch: a sample without tokens, which adds nothing to loss and gradient
 
@@ -23,24 +23,32 @@ class SampleDataset(Dataset):
 
     Args:
         rows (`datasets.Dataset`): columns `input_ids`, `loss_mask`, `length`, `source`.
-        features (`OfflineFeatures`, *optional*): read in the loader's workers.
+        features (`CachedFeatures`, *optional*): read in the loader's workers.
     """
 
-    def __init__(self, rows: "datasets.Dataset", features: "OfflineFeatures | None" = None):
+    def __init__(self, rows: "datasets.Dataset", features: "CachedFeatures | None" = None):
         self.rows, self.features = rows, features
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        if index == NO_SAMPLE:
-            # One token of zeros, with stored features of the shapes and dtypes that the rest of its batch has
-            stored = {} if self.features is None else {k: v[:1] * 0 for k, v in self.features[0].items()}
-            return {"sample_id": NO_SAMPLE, "input_ids": torch.zeros(1).long(), "loss_mask": torch.zeros(1), **stored}
-        row = self.rows[index]
-        stored = {} if self.features is None else self.features[index]
-        ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])  # (T,)
-        return {"sample_id": index, "input_ids": ids, "loss_mask": mask, **stored}
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+        """A batch at once, as the DataLoader asks for it: a server is asked for all of its features together."""
+        rows = {index: self.rows[index] for index in indices if index != NO_SAMPLE}
+        stored = {}
+        if self.features is not None:
+            loaded = self.features.load([row["input_ids"] for row in rows.values()])
+            stored = {NO_SAMPLE: self.features.filler(), **dict(zip(rows, loaded, strict=True))}
+        samples = []
+        for index in indices:
+            # A filler is one token of zeros, with features of the shapes and dtypes that the rest of its batch has
+            row = {"input_ids": [0], "loss_mask": [0]} if index == NO_SAMPLE else rows[index]
+            ids, mask = torch.tensor(row["input_ids"]), torch.tensor(row["loss_mask"])  # (T,)
+            samples.append({"sample_id": index, "input_ids": ids, "loss_mask": mask, **stored.get(index, {})})
+        return samples
 
 
 class OnCpu:

@@ -5,7 +5,7 @@ import math
 from torch import nn
 
 from .arguments import HyperDFlashTrainingArguments
-from .feature_store import token_shapes
+from .feature_cache import token_shapes
 
 
 def steps_of(args: HyperDFlashTrainingArguments, num_samples: int) -> tuple[int, int, int]:
@@ -38,7 +38,7 @@ def print_plan(args: HyperDFlashTrainingArguments, parts) -> None:
     kept = num_checkpoints(args, steps)
     # A checkpoint has the weights and AdamW's two moments in fp32
     print(f"disk      {kept * (trainable * 12 + frozen * 4) / 2**30:8.2f} GiB  {kept} checkpoints")
-    if args.features == "offline":
+    if args.features == "offline" or args.features == "server" and args.keep_features:
         # Two bytes a number: features are stored in bf16
         print(f"disk      {tokens * token_width(parts) * 2 / 2**30:8.2f} GiB  features, in {args.features_dir}")
 
@@ -49,7 +49,7 @@ def memory(args: HyperDFlashTrainingArguments, parts) -> dict[str, int]:
     head = parts.features.head
     features = args.per_device_train_batch_size * args.max_length * token_width(parts)
     # Stored features of all micro-batches of a step are fetched before the first one; online, one at a time
-    features *= 2 * args.gradient_accumulation_steps if args.features == "offline" else 4
+    features *= 2 * args.gradient_accumulation_steps if args.features != "online" else 4
     sizes = {
         "weights, gradients and AdamW in fp32": trainable * 16 + frozen * 4,  # AdamW has two moments
         "the target's embedding and head": sum(t.numel() * t.element_size() for t in head.tensors.values()),

@@ -2,24 +2,25 @@
 
     hyperdflash features training/recipes/tiny_headline.yaml features_dir=features             # the same again resumes
     hyperdflash features training/recipes/tiny_headline.yaml features_dir=features --verify    # reads all of it
-    hyperdflash features recipe.yaml --vllm                     # vLLM runs the target: see vllm_features.py
+    hyperdflash features recipe.yaml features=server features_server=http://localhost:8000     # vLLM runs the target
 
-`feature_store.py` describes the folder. Samples share a forward with others of their shard and of similar
-length, so a resumed run repeats the very forwards of an uninterrupted one.
+`feature_cache.py` describes the folder, `feature_server.py` the server. Here samples share a forward with others of
+similar length; which ones depends on the data set alone, so a resumed run repeats the very forwards of an
+uninterrupted one.
 
 Legend: B batch, T sequence.
 """
 
 import argparse
-import hashlib
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig
 
 from ..common.checkpoint import (
     TargetCheckpoint,
@@ -31,47 +32,19 @@ from ..common.checkpoint import (
 from ..common.console import progress_is_hidden
 from ..configuration_hyperdflash import HyperDFlashConfig
 from .arguments import HyperDFlashTrainingArguments, RecipeError, load_recipe
-from .data import hash_data, hash_tokenizer, load_recipe_data
-from .feature_store import FeatureWriter, OfflineFeatures, check_space, open_shard
+from .data import load_recipe_data
+from .feature_cache import CachedFeatures, check_space, checksum, size
+from .feature_server import FeatureServer
 from .init import drafter_config
 from .run_folder import starting_weights
-from .target import OnlineFeatures
-from .vllm_features import adopt_shards, check_source, read_head, write_plan
+from .target import OnlineFeatures, TargetHead
 
 if TYPE_CHECKING:  # costs a second to import
     import datasets
 
 BATCH_TOKENS = 8192  # of one target forward, padding included
-
-
-def feature_settings(
-    args: HyperDFlashTrainingArguments,
-    rows: "datasets.Dataset",
-    tokenizer: PreTrainedTokenizerBase,
-    config: HyperDFlashConfig,
-    split: str = "train",
-) -> dict:
-    """Everything the features of a run depend on, as the flat dict that a features folder records.
-
-    Args:
-        rows (`datasets.Dataset`): the split's.
-        config: the drafter's, or `read_drafter_config(args)`.
-        split (`str`, *optional*, defaults to `"train"`): `"train"` or `"eval"`.
-    """
-    # A folder by its full path: the settings must not depend on where the command runs
-    folder = Path(args.target).expanduser()
-    return {
-        "target": str(folder.resolve()) if folder.is_dir() else args.target,
-        "target_revision": args.target_revision,  # a commit: a branch would move
-        "target_dtype": args.target_dtype,
-        "tokenizer": hash_tokenizer(tokenizer),
-        **{name: getattr(args, name) for name in ("mode", "effort", "generation", "max_length")},
-        "dtype": "bfloat16",  # what V4 computes in; fp32 would take twice the disk
-        "context_source": config.context_source,
-        "target_layer_ids": list(config.target_layer_ids),
-        "data": hash_data(rows),
-        "data_files": list(args.train_data if split == "train" else args.eval_data),
-    }
+WINDOW_BYTES = 512 * 2**20  # of features, whose samples share forwards: 16k tokens of V4-Flash
+CONCURRENT = 32  # requests to servers at the same time
 
 
 def read_drafter_config(
@@ -97,29 +70,111 @@ def read_drafter_config(
     return config
 
 
-def extract(
-    features: OnlineFeatures, rows: "datasets.Dataset", writer: FeatureWriter, *, batch_tokens: int = BATCH_TOKENS
-) -> None:
-    """Run the target over the rows that the writer misses; `writer.start` was called.
+def open_features(args: HyperDFlashTrainingArguments, config: HyperDFlashConfig) -> CachedFeatures:
+    """What a recipe with `features: offline` or `server` trains from; of the target, its head is read.
 
     Args:
-        rows (`datasets.Dataset`): with `input_ids`, the ones whose lengths the writer has.
-        batch_tokens: tokens of one forward, padding included; a longer sample is a batch by itself.
+        config: the drafter's, or `read_drafter_config(args)`.
+
+    Raises `ValueError` for features that vLLM does not hand on.
     """
-    desc, hidden = f"features {writer.folder.name}", progress_is_hidden()
-    with tqdm(total=writer.num_missing_tokens, unit="tok", unit_scale=True, desc=desc, disable=hidden) as bar:
-        for samples in writer.missing:
-            for batch in make_batches(samples, writer.lengths, batch_tokens):
+    head = TargetHead.from_checkpoint(TargetCheckpoint(args.target, args.target_revision), args.target_dtype)
+    server = None
+    if args.features == "server" and args.on_missing == "generate":
+        if config.context_source != "pre_hc_head":
+            raise ValueError(
+                f"context_source {config.context_source!r}: vLLM hands on only the residual before hc_head; use "
+                "features: offline, or online"
+            )
+        if head.embedding.dtype != torch.bfloat16:
+            raise ValueError(
+                f"the target is {head.embedding.dtype} and vLLM computes in bf16: set target_dtype: bfloat16"
+            )
+        server = FeatureServer(args.features_server)
+    return CachedFeatures(args.features_dir, head, config, server=server, keep=args.keep_features)
+
+
+def check_features(features: CachedFeatures, splits: "dict[str, datasets.Dataset]", process: int = 0) -> None:
+    """That a run over these samples will have all features, before any work.
+
+    Args:
+        process: its number, so that not all of them try the same sample.
+
+    Raises `ValueError` for samples without features where no server makes them; `OSError` for a server that cannot be
+    reached, or that writes elsewhere, and for a disk that is too small.
+    """
+    missing = {split: features.missing(rows) for split, rows in splits.items()}
+    if features.server is None:
+        for split, indices in missing.items():
+            if indices:
+                raise ValueError(
+                    f"{features.folder} lacks the features of {len(indices):,} of {len(splits[split]):,} samples of "
+                    f"{split} data, the first of them {splits[split][indices[0]]['source']}: "
+                    "`hyperdflash features RECIPE` writes them"
+                )
+        return
+    rows, indices = next(((splits[split], indices) for split, indices in missing.items() if indices), (None, []))
+    if indices:
+        features.server.check(features.folder)
+        if features.keep:
+            check_space(features.root, num_bytes(features, splits, missing))
+        # The whole way once: the server runs a sample, and its file appears here
+        features.load([rows[indices[process % len(indices)]]["input_ids"]])
+
+
+def num_bytes(features: CachedFeatures, splits: "dict[str, datasets.Dataset]", missing: dict[str, list[int]]) -> int:
+    """What the missing samples' features will take."""
+    return features.token_bytes * sum(sum(splits[split][i]["length"] for i in missing[split]) for split in splits)
+
+
+# ----------------------------------------------------------------------------------------------------------- filling
+
+
+def extract(
+    online: OnlineFeatures,
+    rows: "datasets.Dataset",
+    features: CachedFeatures,
+    *,
+    batch_tokens: int = BATCH_TOKENS,
+    window_bytes: int = WINDOW_BYTES,
+) -> None:
+    """Run the target over the rows whose features are missing, and store them.
+
+    Args:
+        rows (`datasets.Dataset`): with `input_ids`, `length` and `source`.
+        batch_tokens: tokens of one forward, padding included; a longer sample is a batch by itself.
+        window_bytes: a forward's samples come from a stretch of the data set with so many bytes of features.
+    """
+    missing, lengths = set(features.missing(rows)), list(rows["length"])
+    total, hidden = sum(lengths[i] for i in missing), progress_is_hidden()
+    with tqdm(total=total, unit="tok", unit_scale=True, desc="features", disable=hidden) as bar:
+        for window in make_windows(lengths, max(1, window_bytes // features.token_bytes)):
+            for batch in make_batches(window, lengths, batch_tokens):
+                # A batch that was partly done is run whole: its samples' neighbours decide their last bits
+                if missing.isdisjoint(batch):
+                    continue
                 ids = [torch.tensor(row) for row in rows[batch]["input_ids"]]
-                output = features({"input_ids": pad_sequence(ids, batch_first=True)})
+                output = online({"input_ids": pad_sequence(ids, batch_first=True)})
                 for row, index in enumerate(batch):
-                    stop = len(ids[row])  # without the padding
+                    if index not in missing:
+                        continue
+                    parts = (tensor[row, : len(ids[row])] for tensor in output)  # without the padding
                     try:
-                        writer.add(index, output.context_hidden_states[row, :stop], output.residual[row, :stop])
+                        features.write(ids[row].tolist(), *parts)
                     except ValueError as error:
-                        # The writer knows samples by number only, the user by file and line
                         raise ValueError(f"{rows[index]['source']}: {error}") from error
-                bar.update(sum(map(len, ids)))
+                    bar.update(lengths[index])
+
+
+def make_windows(lengths: Sequence[int], max_tokens: int) -> list[range]:
+    """Consecutive samples, as many as `max_tokens` allow and at least one per window."""
+    windows, first, tokens = [], 0, 0
+    for index, length in enumerate(lengths):
+        if index > first and tokens + length > max_tokens:
+            windows.append(range(first, index))
+            first, tokens = index, 0
+        tokens += length
+    return [*windows, range(first, len(lengths))] if lengths else []
 
 
 def make_batches(samples: range, lengths: list[int], batch_tokens: int) -> Iterator[list[int]]:
@@ -135,52 +190,51 @@ def make_batches(samples: range, lengths: list[int], batch_tokens: int) -> Itera
         yield batch
 
 
-def verify(features: OfflineFeatures) -> None:
-    """Read everything: hashes, shapes and finiteness of all shards, and the head.
+def ask_server(rows: "datasets.Dataset", features: CachedFeatures) -> None:
+    """Have a server write the features of the rows that are missing. Errors name the row."""
+    missing = features.missing(rows)
 
-    Raises `ValueError` that names every shard that is not as it was written.
+    def ask(index: int) -> int:
+        row = rows[index]
+        try:
+            features.load([row["input_ids"]])
+        except ValueError as error:
+            raise ValueError(f"{row['source']}: {error}") from error
+        return row["length"]
+
+    total, hidden = sum(rows[i]["length"] for i in missing), progress_is_hidden()
+    threads = ThreadPoolExecutor(CONCURRENT)
+    try:
+        with tqdm(total=total, unit="tok", unit_scale=True, desc="features", disable=hidden) as bar:
+            for answered in as_completed([threads.submit(ask, index) for index in missing]):
+                bar.update(answered.result())
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def verify(features: CachedFeatures, rows: "datasets.Dataset") -> None:
+    """Read everything: shapes, ids, finiteness and checksums of the files of all rows.
+
+    Raises `ValueError` that names the files that are missing, or not as they were written.
     """
-    manifest, problems = features.manifest, []
-    total = sum(shard["num_bytes"] for shard in manifest.shards)
-    with tqdm(
-        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="verify", disable=progress_is_hidden()
-    ) as bar:
-        for shard in manifest.shards:
-            try:
-                _verify_shard(features, shard)
-            except ValueError as error:
-                # Goes on, so that one pass over the disk names every bad shard
-                problems.append(str(error))
-            bar.update(shard["num_bytes"])
+    problems, ids = [], (row["input_ids"] for row in rows)
+    for sample in tqdm(ids, total=len(rows), unit="file", desc="verify", disable=progress_is_hidden()):
+        path = features.path(sample)
+        try:
+            stored = features.read(path, sample)
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("crc32") != str(checksum(stored)):
+                    raise ValueError(f"{path} is damaged (its content is not what its checksum says)")
+        except FileNotFoundError:
+            problems.append(f"{path} is missing")
+        except ValueError as error:
+            # Goes on, so that one pass over the disk names every bad file
+            problems.append(str(error))
     if problems:
         raise ValueError(
-            f"{len(problems)} of {len(manifest.shards)} shards were changed: {'; '.join(problems[:10])}. Remove "
-            "them, and `hyperdflash features RECIPE` writes them again"
+            f"{len(problems):,} of {len(rows):,} samples have no good features: {'; '.join(problems[:10])}. Remove "
+            "damaged files; `hyperdflash features RECIPE` writes what is missing"
         )
-    # Reading it compares its hash
-    _ = features.head
-
-
-def _verify_shard(features: OfflineFeatures, shard: dict) -> None:
-    path, shapes = features.folder / shard["file"], features.manifest.token_shapes
-    with path.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != shard["sha256"]:
-            raise ValueError(f"{path}: its content is not what its hash says")
-    # The hash says that the file is the one written, not that its writer (vLLM's, for one) was right
-    with open_shard(features.folder, shard, features.manifest) as file:
-        offsets = file.get_tensor("offsets").tolist()
-        if (
-            len(offsets) != shard["num_samples"] + 1
-            or offsets != sorted(offsets)
-            or offsets[-1] != shard["num_tokens"]
-        ):
-            raise ValueError(f"{path}: its offsets are not those of {shard['num_samples']} samples")
-        for name, shape in shapes.items():
-            if file.get_slice(name).get_shape() != [offsets[-1], *shape]:
-                raise ValueError(f"{path}: {name} has shape {file.get_slice(name).get_shape()}")
-    # Reading a sample checks that its values are finite
-    for index in range(shard["first_sample"], shard["first_sample"] + shard["num_samples"]):
-        _ = features[index]
 
 
 # ---------------------------------------------------------------------------------------------------- the command line
@@ -193,72 +247,46 @@ def run(args: argparse.Namespace) -> int:
         raise RecipeError(
             "features_dir, the folder for the features, is missing: add it to the recipe, or features_dir=..."
         )
-    # First: everything read from here on, and the recorded settings, are of this one commit
+    if recipe.features == "server" and recipe.on_missing == "error":
+        raise RecipeError("on_missing: error has nothing written: leave it out, or on_missing=generate")
+    recipe.keep_features = True  # what is asked for here is there to stay
+    # First: everything read from here on is of this one commit
     recipe.target, recipe.target_revision = resolve_checkpoint(recipe.target, recipe.target_revision)
     tokenizer = load_tokenizer(recipe.target, recipe.target_revision)
-    config, splits = read_drafter_config(recipe), {}
-    for split, files in (("train", recipe.train_data), ("eval", recipe.eval_data)):
-        if files:
-            rows, _ = load_recipe_data(recipe, files, tokenizer)
-            splits[split] = rows, feature_settings(recipe, rows, tokenizer, config, split)
+    features = open_features(recipe, read_drafter_config(recipe))
+    files = {"train": recipe.train_data, "eval": recipe.eval_data}
+    splits = {split: load_recipe_data(recipe, files[split], tokenizer)[0] for split in files if files[split]}
     if args.verify:
-        _verify_all(recipe, splits)
-    elif args.vllm:
-        _plan_all(recipe, config, splits)
+        for split, rows in splits.items():
+            verify(features, rows)
+            print(f"{features.folder}: the features of {len(rows):,} samples of {split} data are as they were written")
     else:
-        _write_all(recipe, config, splits)
+        fill(recipe, features, splits)
     return 0
 
 
-def _make_writers(
-    recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict
-) -> dict[str, FeatureWriter]:
-    """A writer for each split. Raises `OSError` where they do not fit on the disk together."""
-    writers = {
-        split: FeatureWriter(recipe.features_dir, settings, config, lengths=rows["length"], split=split)
-        for split, (rows, settings) in splits.items()
-    }
-    check_space([*writers.values()])
-    return writers
-
-
-def _write_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict) -> None:
-    folder = recipe.features_dir
-    # For every split before the target is loaded, so that a refusal comes in seconds
-    writers = _make_writers(recipe, config, splits)
-    for writer in writers.values():
-        print(writer.estimate())
+def fill(
+    recipe: HyperDFlashTrainingArguments, features: CachedFeatures, splits: "dict[str, datasets.Dataset]"
+) -> None:
+    """Write what the folder lacks, after every check that needs no target."""
+    missing = {split: features.missing(rows) for split, rows in splits.items()}
+    total = num_bytes(features, splits, missing)
+    check_space(features.root, total)
+    for split, indices in missing.items():
+        print(f"{features.folder}: {len(indices):,} of {len(splits[split]):,} samples of {split} data to write")
     # The same command again must not load a target of hundreds of gigabytes for nothing
-    if not all(writer.is_complete for writer in writers.values()):
-        # On several devices, a target that none of them holds alone is spread over all
-        device_map = "auto" if torch.accelerator.is_available() else None
-        target = load_target_model(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
-        features = OnlineFeatures(target, config)
-        for split, writer in writers.items():
-            writer.start(features.head)
-            extract(features, splits[split][0], writer)
-    print(f"{folder} is complete")
-
-
-def _plan_all(recipe: HyperDFlashTrainingArguments, config: HyperDFlashConfig, splits: dict) -> None:
-    check_source(config)
-    checkpoint = TargetCheckpoint(recipe.target, recipe.target_revision)
-    folder, head, missing = recipe.features_dir, read_head(checkpoint, recipe.target_dtype), 0
-    for split, writer in _make_writers(recipe, config, splits).items():
-        writer.start(head)
-        # What vLLM wrote since the last call comes before the plan, which has only the rest
-        adopted = adopt_shards(writer)
-        file = write_plan(writer, splits[split][0], head, checkpoint.name)
-        print(f"{file}: {adopted} shards added, {len(writer.missing)} of {len(writer.shards)} still to write")
-        missing += len(writer.missing)
-    if missing:
-        print(f"In vLLM's environment: python -m hyperdflash_vllm.features {folder} --model {recipe.target}")
-    else:
-        print(f"{folder} is complete")
-
-
-def _verify_all(recipe: HyperDFlashTrainingArguments, splits: dict) -> None:
-    for split, (_, settings) in splits.items():
-        features = OfflineFeatures(recipe.features_dir, settings, split)
-        verify(features)
-        print(f"{features.folder}: {len(features.manifest.shards):,} shards are unchanged")
+    if total:
+        print(f"{total // features.token_bytes:,} tokens of {size(features.token_bytes)}: {size(total)}")
+        if features.server is not None:
+            check_features(features, splits)
+            for rows in splits.values():
+                ask_server(rows, features)
+        else:
+            # On several devices, a target that none of them holds alone is spread over all
+            device_map = "auto" if torch.accelerator.is_available() else None
+            target = load_target_model(recipe.target, recipe.target_revision, recipe.target_dtype, device_map)
+            features.folder.mkdir(parents=True, exist_ok=True)
+            features.sweep()
+            for rows in splits.values():
+                extract(OnlineFeatures(target, features.config), rows, features)
+    print(f"{features.folder} is complete")

@@ -28,8 +28,11 @@ TAGS = ["speculative-decoding", "deepseek-v4", "dflash", "hyperdflash"]
 PLACES = (
     "eval_data",
     "features_dir",
+    "features_server",
     "hub_model_id",
     "hub_token",
+    "keep_features",
+    "on_missing",
     "output_dir",
     "project",
     "resume_from_checkpoint",

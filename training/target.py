@@ -4,24 +4,18 @@ Legend: B batch, T sequence, m residual paths, D hidden, V vocabulary, L tapped 
 """
 
 import hashlib
-import json
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperHead, DeepseekV4RMSNorm
 
-from ..common.files import write_atomically
+from ..common.checkpoint import TargetCheckpoint
 from ..configuration_hyperdflash import HyperDFlashConfig
 from ..pairing_hyperdflash import fingerprint_rows, plain_weight
 from ..target_hyperdflash import ResidualTap
-
-HEAD_FILE, HEAD_CONFIG_FILE = "head.safetensors", "head.json"
 
 
 class Features(NamedTuple):
@@ -82,28 +76,32 @@ class TargetHead:
         return cls(target.config, tensors)
 
     @classmethod
-    def load(cls, folder: str | Path) -> "TargetHead":
-        """Read what `save` wrote. Raises `ValueError` where the tensors do not have the stored hash, `OSError` for a
-        missing file."""
-        folder = Path(folder)
-        try:
-            facts = json.loads((folder / HEAD_CONFIG_FILE).read_text())
-            head = cls(DeepseekV4Config.from_dict(facts["config"]), load_file(folder / HEAD_FILE))
-        except (json.JSONDecodeError, KeyError, SafetensorError) as error:
-            raise ValueError(f"{folder}: {HEAD_FILE} or {HEAD_CONFIG_FILE} cannot be read: {error}") from error
-        # A damaged head raises no error in training, it only makes the drafter worse
-        if head.sha256 != facts["sha256"]:
-            raise ValueError(f"{folder / HEAD_FILE} does not have the hash in {HEAD_CONFIG_FILE}: write it again")
-        return head
+    def from_checkpoint(cls, checkpoint: TargetCheckpoint, dtype: str = "auto") -> "TargetHead":
+        """The head as that of the loaded target would be, read from the files that hold it; no model is made.
 
-    def save(self, folder: str | Path) -> None:
-        """Write `head.safetensors` and `head.json`, each atomically."""
-        facts = {"sha256": self.sha256, "config": self.config.to_dict()}
-        on_cpu = {name: tensor.cpu().contiguous() for name, tensor in self.tensors.items()}
-        # Not with safetensors' `save_file`, whose files only their owner can read. The facts come second: their hash
-        # stands for tensors that are there
-        write_atomically(Path(folder) / HEAD_FILE, save(on_cpu))
-        write_atomically(Path(folder) / HEAD_CONFIG_FILE, (json.dumps(facts, indent=2) + "\n").encode())
+        Raises `ValueError` for tensors that are missing, or not plain floating-point ones.
+        """
+        config = checkpoint.config
+        m, V, D = config.hc_mult, config.vocab_size, config.hidden_size
+        shapes = {
+            "embed_tokens.weight": ("embed.weight", (V, D)),
+            "norm.weight": ("norm.weight", (D,)),
+            "hc_head.hc_fn": ("hc_head_fn", (m, m * D)),
+            "hc_head.hc_base": ("hc_head_base", (m,)),
+            "hc_head.hc_scale": ("hc_head_scale", (1,)),
+            "lm_head.weight": ("head.weight", (V, D)),
+        }
+        if config.tie_word_embeddings:  # stored once, as the embedding
+            del shapes["lm_head.weight"]
+        tensors = {name: checkpoint.read(stored, shape) for name, (stored, shape) in shapes.items()}
+        # "auto" is the configuration's in transformers, whatever the files hold; hc_head and norm are fp32 in any case
+        dtype = config.dtype if dtype == "auto" else getattr(torch, dtype)
+        for name, tensor in tensors.items():
+            if name not in ("embed_tokens.weight", "lm_head.weight"):
+                tensors[name] = tensor.float()
+            elif dtype is not None:
+                tensors[name] = tensor.to(dtype)
+        return cls(config, tensors)
 
     @cached_property
     def sha256(self) -> str:

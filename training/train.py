@@ -35,8 +35,8 @@ from .data import DataReport, hash_data, load_recipe_data
 from .dataset import SampleDataset
 from .dry_run import count_parameters, print_plan, print_profile, steps_of
 from .export import export_drafter
-from .feature_store import OfflineFeatures
-from .features import feature_settings, read_drafter_config
+from .feature_cache import CachedFeatures
+from .features import check_features, open_features, read_drafter_config
 from .init import new_drafter, warn_of_ordinary_token
 from .metrics import figure_names
 from .model_card import check_matplotlib
@@ -71,7 +71,7 @@ class Parts:
 
     drafter: HyperDFlashModel
     model: torch.nn.Module  # trained: the drafter, or a copy of it with adapters
-    features: OnlineFeatures | OfflineFeatures
+    features: OnlineFeatures | CachedFeatures
     target: DeepseekV4ForCausalLM | None
     train_dataset: SampleDataset
     eval_dataset: SampleDataset | None
@@ -181,18 +181,16 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
     if args.eval_data:
         eval_rows, eval_report = load_rows(args, args.eval_data, tokenizer)
         eval_files = eval_report.files
+    stored = None
+    if args.features != "online":
+        stored = open_features(args, config)
+        splits = {"train": train_rows, "eval": eval_rows}
+        check_features(stored, {split: rows for split, rows in splits.items() if rows is not None}, args.process_index)
     target = None
-    if args.features == "online" or args.eval_decode_prompts:
+    if stored is None or args.eval_decode_prompts:
         dtype = load_dtype(args.target_dtype, args.device)
         target = load_target_model(args.target, args.target_revision, dtype)
         target.requires_grad_(False).to(args.device)
-    stored = eval_stored = None
-    if args.features == "offline":
-        stored = OfflineFeatures(args.features_dir, feature_settings(args, train_rows, tokenizer, config))
-        if eval_rows is not None:
-            settings = feature_settings(args, eval_rows, tokenizer, config, "eval")
-            eval_stored = OfflineFeatures(args.features_dir, settings, "eval")
-    data_sha256 = stored.manifest.settings["data"] if stored else hash_data(train_rows)  # compared above, if stored
     head = stored.head if stored else TargetHead.from_target(target)
     drafter = make_drafter(args, head, config, init_from)
     drafter.config.encoding = {
@@ -207,8 +205,8 @@ def prepare(args: HyperDFlashTrainingArguments) -> Parts:
         features=stored or OnlineFeatures(target, drafter.config),
         target=target,
         train_dataset=SampleDataset(train_rows, stored),
-        eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, eval_stored),
-        facts=run_facts(args, train_rows, report, eval_files, drafter, head, data_sha256)
+        eval_dataset=None if eval_rows is None else SampleDataset(eval_rows, stored),
+        facts=run_facts(args, train_rows, report, eval_files, drafter, head, hash_data(train_rows))
         | {"num_trainable_parameters": count_parameters(model)[0]},
     )
 

@@ -41,7 +41,7 @@ from .blocks import (
 )
 from .data import read_lengths
 from .dataset import EpochSampler, SampleDataset, collate
-from .feature_store import OfflineFeatures
+from .feature_cache import CachedFeatures
 from .losses import confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
@@ -81,7 +81,7 @@ class HyperDFlashTrainer(EpochTrainer):
     Args:
         model: the drafter, in fp32; nothing of the target is part of it.
         args (`HyperDFlashTrainingArguments`)
-        features (`OnlineFeatures` or `OfflineFeatures`): the target's side of every batch.
+        features (`OnlineFeatures` or `CachedFeatures`): the target's side of every batch.
         train_dataset, eval_dataset (`SampleDataset`)
         target (`DeepseekV4ForCausalLM`, *optional*): needed for `eval_decode_prompts`.
 
@@ -96,7 +96,7 @@ class HyperDFlashTrainer(EpochTrainer):
         model: torch.nn.Module,
         args: HyperDFlashTrainingArguments,
         *,
-        features: OnlineFeatures | OfflineFeatures,
+        features: OnlineFeatures | CachedFeatures,
         train_dataset: SampleDataset,
         eval_dataset: SampleDataset | None = None,
         target: DeepseekV4ForCausalLM | None = None,

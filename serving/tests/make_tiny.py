@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.utils import logging
 
-from hyperdflash import __main__ as cli
 from hyperdflash.configuration_hyperdflash import HyperDFlashConfig
 from hyperdflash.generation.dspark import DeepseekV4DSpark, load_dspark
 from hyperdflash.generation_hyperdflash import DraftRequest
@@ -317,8 +316,8 @@ def write_dspark(target, folder: Path, *, num_context: int = 150) -> None:
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "states.safetensors")
 
 
-def plan_features(folder: Path, target: Path) -> None:
-    """Token rows around pages and window, two of them alike, a recipe for them, and the plan for vLLM."""
+def write_recipe(folder: Path, target: Path) -> None:
+    """Token rows around pages and window, two of them alike, and a recipe that trains on features from vLLM."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -330,11 +329,10 @@ def plan_features(folder: Path, target: Path) -> None:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "recipe.yaml").write_text(
         f"target: {target}\ntrain_data: [{folder / 'train.jsonl'}]\neval_data: [{folder / 'eval.jsonl'}]\n"
-        f"output_dir: {folder / 'run'}\nfeatures_dir: {folder / 'store'}\nfeatures: offline\nmax_length: 256\n"
+        f"output_dir: {folder / 'run'}\nfeatures: server\nmax_length: 256\n"
         f"drafter: {{mask_token_id: {MASK_TOKEN_ID}, num_hidden_layers: 1, block_size: 4}}\nuse_cpu: true\n"
-        "bf16: true\nmax_steps: 3\nper_device_train_batch_size: 2\nnum_anchors: 4\nreport_to: none\n"
+        "bf16: true\nmax_steps: 6\nper_device_train_batch_size: 2\nnum_anchors: 4\nlogging_steps: 1\nreport_to: none\n"
     )
-    cli.main(["features", str(folder / "recipe.yaml"), "--vllm"])
 
 
 def main() -> None:
@@ -358,7 +356,7 @@ def main() -> None:
             export_stock(target, BUILD / name / "stock")
             write_dspark(target, BUILD / name / "dspark")
             export(random_drafter(peaky_target(layer_types, seed=3)), BUILD / name / "stranger")
-    plan_features(BUILD / "features", BUILD / "sliding" / "target")
+    write_recipe(BUILD / "features", BUILD / "sliding" / "target")
     (BUILD / "made.json").write_text(json.dumps({"targets": list(LAYERS)}))
     print(f"{BUILD}: targets {', '.join(LAYERS)}, and their drafters")
 

@@ -2,14 +2,12 @@
 
 It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
 `max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
-(of prefixes, see the shim), `pages` (of the draft, positions), `watch` (compare what the drafter gets with the target's residual), `broken` (a key of
-`BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
+(of prefixes, see the shim), `pages` (of the draft, positions), `watch` (compare what the drafter gets with the target's
+residual), `broken` (a key of `BROKEN`), `architecture` (the target goes by that name, of a model that vLLM has on other platforms only) and
 `plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
 `drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
-`error`, the refusal, with `started`, whether the engine was there before it.
-
-A job with `features`, a planned features folder, has its shards written instead, by the plug-in's own command with
-`options`; `seen`, a file, gets the ids, positions and residuals of all forwards.
+`error`, the refusal, with `started`, whether the engine was there before it. A file `seen` gets the ids, positions and
+residuals of all forwards; the result comes once as many files of features are in `written`, a folder, as prompts.
 
 A target in a folder `standin` is served by `standin.py`, also in workers, processes that import this file anew.
 """
@@ -18,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from contextlib import nullcontext
 from pathlib import Path
@@ -73,16 +72,20 @@ def watch_drafter() -> dict[str, int]:
     return watched
 
 
-def write_features(job: dict) -> dict:
-    from hyperdflash_vllm import features
-
+def keep_forwards() -> list[tuple]:
+    """The ids, positions and residuals of every forward from now on."""
     seen = []
     tap_residual(lambda *forward: seen.append(forward))
-    status = features.main([job["features"], "--model", job["target"], *job["options"]])
-    if status == 0:
-        ids, positions, residuals = (torch.cat(parts) for parts in zip(*seen, strict=True))
-        save_file({"ids": ids, "positions": positions, "residuals": residuals}, job["seen"])
-    return {"status": status, "forwards": len(seen)}
+    return seen
+
+
+def save_forwards(seen: list[tuple], job: dict) -> None:
+    """Write them, and wait for what the plug-in writes in threads."""
+    ids, positions, residuals = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    save_file({"ids": ids, "positions": positions, "residuals": residuals}, job["seen"])
+    number = len({tuple(prompt) for batch in job["batches"] for prompt in batch})
+    while len(list(Path(job["written"]).rglob("*.safetensors"))) < number:
+        time.sleep(0.02)
 
 
 # ------------------------------------------------------------------------------------------- vLLM as it might become
@@ -223,6 +226,7 @@ def generate(job: dict, progress: dict) -> dict:
     progress["started"] = True
     # What is watched are the batches, and no forward before them
     watched = watch_drafter() if job.get("watch") else None
+    seen = keep_forwards() if "seen" in job else []
     tokens, leads, (rounds, drafts) = [], [], keep_rounds()
     sampling = {"temperature": 0, "ignore_eos": True, "detokenize": False, "max_tokens": job["max_tokens"]}
     for batch in job["batches"]:
@@ -230,6 +234,8 @@ def generate(job: dict, progress: dict) -> dict:
         outputs = llm.generate(prompts, SamplingParams(**{**sampling, **job.get("sampling", {})}), use_tqdm=False)
         tokens.append([list(one.token_ids) for output in outputs for one in output.outputs])
         leads += [top_two(output.outputs[0].logprobs) for output in outputs if output.outputs[0].logprobs]
+    if "seen" in job:
+        save_forwards(seen, job)
     in_order = sorted(rounds, key=lambda name: int(name.split("-")[0]))
     return {
         "tokens": tokens,
@@ -238,6 +244,7 @@ def generate(job: dict, progress: dict) -> dict:
         "rounds": [rounds[name] for name in in_order],
         "drafts": [drafts[name] for name in in_order],
         "watched": watched,
+        "forwards": len(seen),
     }
 
 
@@ -248,7 +255,7 @@ def run_job(job_file: str, result_file: str) -> None:
         os.environ["VLLM_PLUGINS"] = job["plugins"]
     progress = {"started": False}
     try:
-        result = write_features(job) if "features" in job else generate(job, progress)
+        result = generate(job, progress)
     except Exception as error:
         traceback.print_exc()
         result = {"error": f"{type(error).__name__}: {error}", **progress}

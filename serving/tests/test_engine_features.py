@@ -1,23 +1,29 @@
-"""Features that vLLM's engine writes are the target's residual, bit for bit, and training reads them."""
+"""Features that a vLLM server writes are the target's residual, bit for bit, and training reads them as it runs."""
 
 import json
-import os
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from vllm_server import byte_tokenizer, serve, stop
 
 pytestmark = pytest.mark.usefixtures("v4")
-SMALL = ["--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--seed", "0"]
+WHOLE_PROMPTS = {"enable_chunked_prefill": False, "enable_prefix_caching": False}
+
+
+def prompts(build: Path, split: str = "train") -> list[list[int]]:
+    lines = (build / "features" / f"{split}.jsonl").read_text().splitlines()
+    return [json.loads(line)["input_ids"] for line in lines]
+
+
+# -------------------------------------------------------------------------------------------------- the right features
 
 
 @pytest.fixture(scope="module")
 def write(build, run_job, tmp_path_factory):
-    """A function of a runner: a copy of the planned folder that the engine fills, and what the forwards held."""
+    """A function of a runner: the folder that an engine filled, and what its forwards held."""
     results = {}
 
     def once(runner: str) -> dict:
@@ -27,17 +33,20 @@ def write(build, run_job, tmp_path_factory):
 
     def run(runner: str) -> dict:
         folder = tmp_path_factory.mktemp("features")
-        store = shutil.copytree(build / "features" / "store", folder / "store")
+        store = folder / "store"
+        store.mkdir()
         job = {
             "target": str(build / "sliding" / "target"),
             "runner": runner,
-            "features": str(store),
-            "options": SMALL,
+            "batches": [prompts(build), prompts(build, "eval"), prompts(build)[:2]],
+            "max_tokens": 1,
+            "options": {**WHOLE_PROMPTS, "additional_config": {"hyperdflash_features": str(store)}},
             "seen": str(folder / "seen.safetensors"),
+            "written": str(store),
         }
         result = run_job(job, folder)
-        assert result.get("status") == 0, result
-        return {"store": store, "seen": load_file(folder / "seen.safetensors"), "forwards": result["forwards"]}
+        assert "error" not in result, result
+        return {"store": store, "seen": load_file(job["seen"]), "forwards": result["forwards"]}
 
     return once
 
@@ -53,65 +62,91 @@ def find(seen: dict, row: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_the_shards_hold_the_residual_of_the_forwards_bit_for_bit(write, split, runner):
+def test_the_files_hold_the_residual_of_the_forwards_bit_for_bit(build, write, runner):
     written = write(runner)
-    folder = written["store"] / split
-    plan = [json.loads(line) for line in (folder / "vllm-plan.jsonl").read_text().splitlines()][1:]
-    for shard in plan:
-        tensors = load_file(folder / shard["file"])
-        want = torch.cat([find(written["seen"], row) for row in shard["input_ids"]])
-        assert tensors["context"].dtype == want.dtype == torch.bfloat16
-        assert torch.equal(tensors["context"], want)
-        assert tensors["offsets"].diff().tolist() == [len(row) for row in shard["input_ids"]]
+    wanted = {tuple(row) for row in prompts(build) + prompts(build, "eval")}
+    files = {tuple((file := load_file(path))["input_ids"].tolist()): file for path in written["store"].rglob("*.s*")}
+    assert files.keys() == wanted  # two are alike, and two were run again
+    for row in wanted:
+        want = find(written["seen"], list(row))
+        assert files[row]["context"].dtype == want.dtype == torch.bfloat16
+        assert torch.equal(files[row]["context"], want)
 
 
-def test_several_sequences_share_a_forward(write):
-    assert write("v1")["forwards"] == 4  # for twelve rows, by --max-num-batched-tokens
-
-
-def test_the_command_writes_them_with_an_engine_in_a_process_of_its_own(build, write, tmp_path):
-    """As it runs without the tests: every shard of one split, and of the other the reason why there is none."""
-    store = shutil.copytree(build / "features" / "store", tmp_path / "store")
-    plan = store / "train" / "vllm-plan.jsonl"
-    plan.write_text(plan.read_text().replace('"file": "', '"file": "gone/'))
-    command = [sys.executable, str(Path(__file__).with_name("vllm_cli.py")), "features", str(store), *SMALL]
-    command += ["--model", str(build / "sliding" / "target")]
-    done = subprocess.run(command, env={**os.environ, "WITH_SHIM": "1"}, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stderr
-    assert "\nhyperdflash_vllm.features: [Errno 2] No such file or directory" in done.stderr
-    assert "Traceback" not in done.stderr
-    shards = sorted(store.rglob("shard-*"))
-    assert [path.parent.name for path in shards] == ["eval"]
-    assert shards[0].read_bytes() == (write("v1")["store"] / "eval" / shards[0].name).read_bytes()
-
-
-def test_training_reads_them(build, write, main_python, tmp_path):
-    recipe = [str(build / "features" / "recipe.yaml"), f"features_dir={write('v1')['store']}"]
-    command = [main_python, "-m", "hyperdflash"]
-    said = subprocess.run([*command, "features", *recipe, "--vllm"], check=True, capture_output=True, text=True).stdout
-    assert "is complete" in said
-    subprocess.run([*command, "features", *recipe, "--verify"], check=True)
-    subprocess.run([*command, "train", *recipe, f"output_dir={tmp_path / 'run'}"], check=True)
-    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+def test_several_prompts_share_a_forward(write):
+    assert write("v1")["forwards"] < 8  # for fourteen prompts
 
 
 @pytest.mark.parametrize(
-    ("target", "message"),
+    ("options", "message"),
     [
-        ("mixed", "the features' plan was made for a target with number of layers 3, but the target has 5"),
-        ("sliding", "the features' plan was made for another target"),
+        ({"enable_chunked_prefill": True}, "serve with --no-enable-chunked-prefill"),
+        ({"additional_config": {"hyperdflash_features": "/no/such/folder"}}, "is not a folder that can be written"),
     ],
 )
-def test_another_target_than_the_planned_one_is_refused(build, run_job, tmp_path, target, message):
-    store = shutil.copytree(build / "features" / "store", tmp_path / "store")
-    for plan in store.glob("*/vllm-plan.jsonl"):
-        facts, *shards = plan.read_text().splitlines()
-        facts = json.loads(facts)
-        facts["target_fingerprint"]["hc_head_fn"][0] *= 2
-        plan.write_text("\n".join([json.dumps(facts), *shards]) + "\n")
-    job = {"target": str(build / target / "target"), "runner": "v1", "features": str(store), "options": SMALL}
-    result = run_job({**job, "seen": str(tmp_path / "seen")}, tmp_path)
-    assert result["status"] == 1
-    assert message in result["log"]
-    assert not list(store.rglob("shard-*"))
+def test_what_would_lose_prompts_is_refused(build, run_job, tmp_path, options, message):
+    job = {"target": str(build / "sliding" / "target"), "runner": "v1", "batches": [[[1, 2, 3]]], "max_tokens": 1}
+    options = {"additional_config": {"hyperdflash_features": str(tmp_path)}, **WHOLE_PROMPTS, **options}
+    result = run_job({**job, "options": options, "caching": True}, tmp_path)
+    assert message in result["error"] + result["log"]
+
+
+# -------------------------------------------------------------------------------------------------- a server, training
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shared") / "features"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(build, folder, tmp_path_factory):
+    """`vllm serve` of the random target, engine and worker in processes of their own: its process and address."""
+    tokenizer = tmp_path_factory.mktemp("bytes")
+    byte_tokenizer(tokenizer, build / "sliding" / "target")
+    arguments = [build / "sliding" / "target", "--tokenizer", tokenizer, "--tokenizer-mode", "hf", "--enforce-eager"]
+    arguments += ["--no-enable-chunked-prefill", "--no-enable-prefix-caching", "--max-model-len", 257]
+    arguments += ["--max-num-batched-tokens", 512, "--max-num-seqs", 8]
+    arguments += ["--additional-config", json.dumps({"hyperdflash_features": str(folder)})]
+    process, url = serve(arguments, tmp_path_factory.mktemp("served") / "log.txt", WITH_SHIM="1")
+    yield process, url
+    stop(process)
+
+
+@pytest.fixture(scope="module")
+def train(build, main_python, folder, served, tmp_path_factory):
+    """A function of a name and options, which trains and returns weights and losses."""
+    output = tmp_path_factory.mktemp("runs")
+
+    def run(name: str, *options: str, processes: int = 1) -> tuple[dict, list[float]]:
+        start = [main_python, "-m"]
+        if processes > 1:
+            start += ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes), "-m"]
+        recipe = [str(build / "features" / "recipe.yaml"), f"features_dir={folder}", f"features_server={served[1]}"]
+        command = [*start, "hyperdflash", "train", *recipe, f"output_dir={output / name}", *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-6000:]
+        (checkpoint,) = (output / name).glob("checkpoint-*")
+        log = json.loads((checkpoint / "trainer_state.json").read_text())["log_history"]
+        return load_file(checkpoint / "model.safetensors"), [entry["loss"] for entry in log if "loss" in entry]
+
+    return run
+
+
+def test_a_drafter_is_trained_from_a_server_and_from_its_files_with_the_server_gone(train, folder, served):
+    """One request at a time: the last bits of a forward depend on who shares it."""
+    options = ["eval_data=[]", "per_device_train_batch_size=1"]
+    asked = train("asked", *options, "keep_features=false")
+    assert not list(folder.rglob("*.safetensors"))
+    two = train("two", *options, "ddp_backend=gloo", "keep_features=false", processes=2)
+    assert not list(folder.rglob("*.safetensors"))
+    assert len(two[1]) == len(asked[1]) == 6
+    kept = train("kept", *options)
+    stop(served[0])
+    gone = train("gone", *options)
+    offline = train("offline", *options, "features=offline", "on_missing=error")
+    for weights, losses in (kept, gone, offline):
+        assert losses == asked[1]
+        assert all(torch.equal(weights[name], tensor) for name, tensor in asked[0].items())

