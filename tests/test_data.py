@@ -961,6 +961,15 @@ def test_lengths_are_read_as_one_column(tokenizer, tmp_path, monkeypatch):
     assert len(reads) <= 1
 
 
+def test_a_recipe_says_how_many_processes_encode(tokenizer, tmp_path, monkeypatch):
+    path, asked, original = write(tmp_path / "a.jsonl", chat()), [], datasets.Dataset.map
+    monkeypatch.setattr(
+        datasets.Dataset, "map", lambda self, *a, **k: asked.append(k["num_proc"]) or original(self, *a, **k)
+    )
+    data.load_recipe_data(recipe_args(dataset_num_proc=1), [path], tokenizer)
+    assert asked == [1]
+
+
 def test_one_process_encodes_and_the_others_wait_without_a_deadline(tokenizer, tmp_path, monkeypatch):
     """However long it takes: nobody waits in a collective, which would time out after half an hour."""
     path = write(tmp_path / "a.jsonl", chat(), chat())
