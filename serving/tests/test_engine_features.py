@@ -22,7 +22,7 @@ def prompts(build: Path, split: str = "train") -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def write(build, run_job, tmp_path_factory):
+def write(v4, build, run_job, tmp_path_factory):
     """A function of a runner: the folder that an engine filled, and what its forwards held."""
     results = {}
 
@@ -84,7 +84,7 @@ def test_several_prompts_share_a_forward(write):
         ({"additional_config": {"hyperdflash_features": "/no/such/folder"}}, "is not a folder that can be written"),
     ],
 )
-def test_what_would_lose_prompts_is_refused(build, run_job, tmp_path, options, message):
+def test_what_would_lose_prompts_is_refused(v4, build, run_job, tmp_path, options, message):
     job = {"target": str(build / "sliding" / "target"), "runner": "v1", "batches": [[[1, 2, 3]]], "max_tokens": 1}
     options = {"additional_config": {"hyperdflash_features": str(tmp_path)}, **WHOLE_PROMPTS, **options}
     result = run_job({**job, "options": options, "caching": True}, tmp_path)
@@ -102,7 +102,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def served(build, folder, tmp_path_factory):
+def served(v4, build, folder, tmp_path_factory):
     """`vllm serve` of the random target, engine and worker in processes of their own: its process and address."""
     tokenizer = tmp_path_factory.mktemp("bytes")
     byte_tokenizer(tokenizer, build / "sliding" / "target")
