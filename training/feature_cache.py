@@ -99,6 +99,8 @@ class CachedFeatures:
         config (`HyperDFlashConfig`): the drafter's.
         server (`FeatureServer`, *optional*): asked for samples that the folder lacks.
         keep (`bool`, *optional*, defaults to `True`): whether what was asked for stays in the folder.
+
+    Raises `NotADirectoryError` for a folder that is a file.
     """
 
     def __init__(
@@ -111,6 +113,8 @@ class CachedFeatures:
         keep: bool = True,
     ):
         self.root = Path(folder).expanduser()
+        if self.root.exists() and not self.root.is_dir():
+            raise NotADirectoryError(f"features_dir {self.root} is not a folder")
         self.folder = self.root / target_name(head, config)
         self.head, self.config, self.server, self.keep = head, config, server, keep
         self.shapes = token_shapes(config)
@@ -257,8 +261,6 @@ def check_space(folder: Path, num_bytes: int) -> None:
     """Raises `OSError` for a folder that cannot be made or written, or whose disk is too small."""
     if not folder.parent.is_dir():
         raise FileNotFoundError(f"features_dir {folder}: {folder.parent} is not a folder; make it first")
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"features_dir {folder} is not a folder")
     existing = folder if folder.exists() else folder.parent
     if not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(f"features_dir {folder}: {existing} is not writable")
