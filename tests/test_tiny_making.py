@@ -68,6 +68,18 @@ def test_fast_hyper_connections_compute_what_the_library_does():
         torch.testing.assert_close(ours, library, rtol=1e-4, atol=1e-5)
 
 
+def test_mixing_by_products_is_the_librarys_matrix_product():
+    torch.manual_seed(0)
+    post, out, comb, streams = (
+        torch.randn(2, 5, 4),
+        torch.randn(2, 5, 8),
+        torch.randn(2, 5, 4, 4),
+        torch.randn(2, 5, 4, 8),
+    )
+    library = post.unsqueeze(-1) * out.unsqueeze(-2) + torch.matmul(comb.transpose(-1, -2), streams)
+    torch.testing.assert_close(speed._mix(post, out, comb, streams), library)
+
+
 def test_head_loss_is_cross_entropy_over_several_chunks():
     torch.manual_seed(0)
     hidden, weight = torch.randn(2, 700, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
@@ -89,6 +101,10 @@ def test_repeated_counts_the_4_grams_that_came_before():
     assert criteria.repeated([1, 2, 3, 4, 5, 6]) == 0
     assert criteria.repeated([1, 2, 3, 4] * 3) == pytest.approx(5 / 9)
     assert criteria.repeated([1, 2]) == 0
+
+
+def test_distinct_counts_equal_answers_once():
+    assert criteria.distinct([[1, 2], [1, 2], [3], [1]]) == 0.75
 
 
 def test_post_training_learns_all_answers_of_a_conversation_once_and_none_that_repeat_or_were_cut(tmp_path):

@@ -8,7 +8,8 @@ measured on text that the target writes itself, in answer to `build/prompts/vali
 - `energy_outside_mean`, `cosine_of_collapse_and_mean`: of the residual before `hc_head`, at every position.
 - `entropy`: nats per token of answers sampled at temperature 1.
 - `repeated`: share of 4-grams that stood in the same greedy answer before; `ended`: share of greedy answers that end
-  within the domain's limit. `of_training_text` has the same of the answers that the prompts had, cut at that limit.
+  within the domain's limit; `distinct`: share of different ones among them, which falls where the target gives every
+  prompt one answer. `of_training_text` has the same of the answers that the prompts had, cut at that limit.
 """
 
 import argparse
@@ -53,6 +54,11 @@ def repeated(ids: list[int]) -> float:
     """Share of 4-grams that stood in `ids` before; 0 for fewer than four tokens."""
     grams = list(zip(*(ids[i:] for i in range(4)), strict=False))
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def distinct(answers: list[list[int]]) -> float:
+    """Share of different answers."""
+    return len(set(map(tuple, answers))) / len(answers)
 
 
 def mean(values) -> float:
@@ -101,10 +107,12 @@ def measure_domain(target, tokenizer, prompts: Path, domain: str) -> tuple[dict,
         "repeated": mean(repeated(ids) for ids, _ in greedy),
         "repeated_sampled": mean(repeated(ids) for ids, _ in sampled),
         "ended": mean(ended for _, ended in greedy),
+        "distinct": distinct([ids for ids, _ in greedy]),
         "tokens": mean(len(ids) for ids, _ in greedy),
         "of_training_text": {
             "repeated": mean(repeated(ids[:limit]) for ids in originals),
             "ended": mean(len(ids) <= limit for ids in originals),
+            "distinct": distinct([ids[:limit] for ids in originals]),
             "tokens": mean(len(ids[:limit]) for ids in originals),
         },
     }

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from batching import DOMAINS, MAX_LENGTH
 from criteria import LIMITS, NEW_TOKENS, measure, repeated
-from speed import bf16_is_faster, fast_hyper_connections
+from speed import fast_hyper_connections
 from train_target import TargetTrainer, TargetWithMTP, load, save
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -116,14 +116,11 @@ def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int
         count = round(args.original * len(answers))
         rows += [*answers, *read_originals(out / f"prompts-{domain}.jsonl", tokenizer, count)]
     batches = make_batches(rows, args.tokens_per_batch, seed=number)
-    bf16 = bf16_is_faster(lambda: model(**pad(batches[0], pad_token_id))["loss"].backward())
-    model.zero_grad()
     trainer = TargetTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(out / "training"),
             use_cpu=True,
-            bf16=bf16,
             num_train_epochs=args.epochs,
             per_device_train_batch_size=1,
             learning_rate=args.learning_rate,
@@ -188,12 +185,12 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=TEMPERATURE)
     parser.add_argument("--original", type=float, default=0.0, help="original answers for each of the target's own")
     parser.add_argument("--tokens-per-batch", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     set_seed(0)
-    fast_hyper_connections()
+    fast_hyper_connections(compiled=True)
     folder = args.build / "pretrained"
     model = TargetWithMTP(len(AutoTokenizer.from_pretrained(folder)))
     first = args.build / "post" / "pretrained.json"

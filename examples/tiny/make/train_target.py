@@ -1,6 +1,6 @@
-"""Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on one CPU core (about three hours).
+"""Train the tiny DeepSeek-V4 and its native MTP module together, from scratch, on two CPU cores (an hour and a half).
 
-    python examples/tiny/make/train_target.py                          # resumes from examples/tiny/build/pretraining
+    torchrun --nproc-per-node 2 examples/tiny/make/train_target.py     # resumes from examples/tiny/build/pretraining
 
 Writes `build/pretrained/` (bf16 safetensors with `mtp.0.*` in the same file) and `target_report.json` in it: held-out
 perplexity of every domain, and the MTP module's accuracy on the token after the next. `post_train.py` goes on from
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from batching import DOMAINS, load_documents, make_batches, pad
 from safetensors.torch import load_file, save_file
-from speed import bf16_is_faster, fast_hyper_connections, head_loss
+from speed import fast_hyper_connections, head_loss
 from target_config import config, fill_hash_tables, start_hyper_connections
 from torch import nn
 from transformers import AutoTokenizer, DeepseekV4ForCausalLM, Trainer, TrainingArguments, set_seed
@@ -126,28 +126,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=TINY / "build")
     parser.add_argument("--tokenizer", type=Path, default=TINY / "target")
-    parser.add_argument("--steps", type=int, default=7900)
-    parser.add_argument("--tokens-per-batch", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--tokens-per-batch", type=int, default=2048, help="per process")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
     set_seed(0)
-    fast_hyper_connections()
+    fast_hyper_connections(compiled=True)
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     documents = [doc for domain in DOMAINS for doc in load_documents(args.build, "train", domain)]
     batches = make_batches(documents, args.tokens_per_batch, seed=0)
     print(f"{len(documents)} documents, {sum(map(len, documents)):,} tokens, {len(batches)} batches")
     model = TargetWithMTP(len(tokenizer))
     out, folder = args.build / "pretraining", args.build / "pretrained"
-    bf16 = bf16_is_faster(lambda: model(**pad(batches[0], tokenizer.pad_token_id))["loss"].backward())
-    model.zero_grad()
     trainer = TargetTrainer(
         model=model,
         args=TrainingArguments(
             output_dir=str(out),
             use_cpu=True,
-            bf16=bf16,
+            ddp_backend="gloo",
+            ddp_find_unused_parameters=True,  # the indexers', which never choose
             max_steps=args.steps,
             per_device_train_batch_size=1,
             learning_rate=args.learning_rate,
@@ -168,11 +167,13 @@ def main() -> None:
         data_collator=lambda items: pad(items[0], tokenizer.pad_token_id),
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(out) if out.is_dir() else None)
+    if not trainer.is_world_process_zero():
+        return
     save(model, folder)
     tokenizer.save_pretrained(folder)
     load(model, folder)
     report = evaluate(model, args.build, tokenizer.pad_token_id)
-    seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch
+    seen = sum(len(d) for b in batches for d in b) * trainer.state.epoch  # of all processes together
     report["training"] = {
         "steps": args.steps,
         "tokens": int(seen),
