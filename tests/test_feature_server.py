@@ -127,6 +127,7 @@ def refused(recipe: Path, capsys, *options, command="train") -> str:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
+@pytest.mark.slow
 def test_training_from_a_server_then_from_its_files_and_without_keeping_them_gives_the_same_weights(
     recipe, server, folder, monkeypatch
 ):
@@ -143,7 +144,6 @@ def test_training_from_a_server_then_from_its_files_and_without_keeping_them_giv
     server.close()
     for name, options in {
         "gone": [],  # nothing is missing, so nobody is asked
-        "error": ["on_missing=error", "features_server=[]"],
         "offline": ["features=offline"],
     }.items():
         assert_same(train(recipe, name, *options), want)
