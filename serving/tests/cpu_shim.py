@@ -8,6 +8,7 @@ name that is replaced must exist, so that another version fails here and not in 
 import os
 from importlib import import_module
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import torch
 
@@ -149,9 +150,24 @@ def masks_of_any_type() -> None:
     InterpreterBuilder.create_masked_store = create_masked_store
 
 
+def logarithm() -> None:
+    """The interpreter has no library of a GPU's functions, of which the verification of sampled drafts uses one."""
+    from triton import language as tl
+
+    replace(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils",
+        "tldevice",
+        SimpleNamespace(log1p=lambda x: tl.log(1 + x)),
+    )
+
+
 def apply(*, interpreter: bool) -> None:
     """Everything that an engine needs, before it is built."""
     check_version()
     tile_scheduler()
     sampling_parameters()
-    block_outermost_layout() if interpreter else torch_kernels()
+    if interpreter:
+        block_outermost_layout()
+        logarithm()
+    else:
+        torch_kernels()

@@ -2,13 +2,13 @@
 
 It reads lines of three file names, see `serve`. A job has `target`, `batches` (each a list of prompts, lists of ids),
 `max_tokens`, and optionally `speculative_config`, `options` (of `LLM`), `sampling` (of `SamplingParams`), `caching`
-(of prefixes, see the shim), `pages` (of the draft, positions), `watch` (compare what the drafter gets with the
+(of prefixes, see the shim), `pages` (of the draft, in positions), `watch` (compare what the drafter gets with the
 target's residual), `broken` (a key of `BROKEN`), `architecture` (the target goes by that name, of a model that vLLM
-has on other platforms only) and
-`plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in `sampling`), `metrics`, `rounds` and
-`drafts` (of each round of each prompt: how many drafts were accepted, and which were proposed) and `watched`, or
-`error`, the refusal, with `started`, whether the engine was there before it. A file `seen` gets the ids, positions and
-residuals of all forwards; the result comes once as many files of features are in `written`, a folder, as prompts.
+has on other platforms only) and `plugins` (VLLM_PLUGINS). The result has `tokens`, `top_two` (with logprobs=2 in
+`sampling`), `metrics`, `rounds` and `drafts` (of each round of each prompt: how many drafts were accepted, and which
+were proposed) and `watched`, or `error`, the refusal, with `started`, whether the engine was there before it. A file
+`seen` gets the ids, positions and residuals of all forwards; the result comes once as many files of features are in
+`written`, a folder, as prompts.
 
 A target in a folder `standin` is served by `standin.py`, also in workers, processes that import this file anew.
 """

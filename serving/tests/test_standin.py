@@ -74,7 +74,7 @@ def test_a_request_that_was_preempted_goes_on_as_if_it_had_not_been(run, drafter
     assert drafted["tokens"] == run(**job)["tokens"]
 
 
-SMALL_CACHE = {"max_model_len": 320, "num_gpu_blocks_override": 80, "block_size": 32}
+SMALL_CACHE = {"max_model_len": 320, "num_gpu_blocks_override": 40, "block_size": 32}
 
 
 def test_two_tensor_parallel_ranks_give_the_tokens_of_one(run):
