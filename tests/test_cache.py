@@ -24,15 +24,18 @@ def forward(model, cache, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", ["mixed", *ALONE])
-def test_rewind_equals_fresh_run_at_every_length(stack):
-    """Every prompt length 1-30, every k written in one forward, every r taken back: same state, same next logits.
+@pytest.mark.parametrize(
+    ("stack", "longest"), [("mixed", 17), *(nightly(name, 30) for name in STACKS)], ids=lambda value: str(value)
+)
+def test_rewind_equals_fresh_run_at_every_length(stack, longest):
+    """Every prompt length up to twice the window and the rates, or 30 (nightly), every k written in one forward, every
+    r taken back: same state, same next logits.
 
     https://github.com/huggingface/transformers/pull/45643 https://github.com/huggingface/transformers/pull/44893
     """
     model = tiny_target(STACKS[stack])
     ids = random_ids(48)
-    for length in range(1, 31):
+    for length in range(1, longest + 1):
         base = new_cache(model)
         forward(model, base, ids[:, :length])
         for k in (1, 2, 3, 5, 7):

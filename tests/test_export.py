@@ -275,7 +275,7 @@ def test_an_adapter_is_merged_into_the_drafter_that_its_run_keeps(target, tmp_pa
 
 
 def test_an_unknown_format_is_refused_by_name(run, tmp_path):
-    with pytest.raises(ValueError, match="format is one of hf, vllm; got 'gguf'"):
+    with pytest.raises(ValueError, match="format is one of hf, vllm, sglang; got 'gguf'"):
         export_drafter(run, tmp_path / "out", format="gguf")
     assert not (tmp_path / "out").exists()
 

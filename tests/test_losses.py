@@ -294,7 +294,7 @@ print(peak() - before)
 MIDDLE = {"num_blocks": 512, "num_slots": 6, "num_kl_slots": 2, "width": 64, "vocab_size": 32768}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # what is counted is tested above, in seconds
 @pytest.mark.skipif(
     not Path("/proc/self/status").exists(), reason="the peak of one process is read from Linux's /proc"
 )

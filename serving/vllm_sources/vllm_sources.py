@@ -1,4 +1,4 @@
-"""vLLM's sources (`make test-vllm-sources` unpacks them): the newest release is for GPUs and cannot be imported here."""
+"""vLLM's sources (`make test-vllm-sources` unpacks them): its newest release cannot be imported without a GPU."""
 
 import ast
 
