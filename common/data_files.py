@@ -192,6 +192,8 @@ def _resolve_one(name: str) -> list[_JsonLines | _Rows]:
     if any(wildcard in name for wildcard in "*?["):
         found = glob.glob(str(path), recursive=True)  # noqa: PTH207, as Path.glob finds hidden files too
         matches = [Path(match) for match in sorted(found) if Path(match).is_file()]
+        # What `data regenerate` could not answer lies beside its answers
+        matches = [match for match in matches if not match.name.endswith(".failed.jsonl")]
         if not matches:
             raise FileNotFoundError(f"no file matches {name}")
         return [_open_file(match) for match in matches]

@@ -8,6 +8,7 @@ import difflib
 import math
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from ..encoding_deepseek_v4 import EFFORT_INSTRUCTIONS, MODES, check_options
 from .console import UsageError
@@ -194,7 +195,11 @@ def check_effort(args: argparse.Namespace, modes: list[str]) -> None:
 
 
 def check_own_drafter(args: argparse.Namespace) -> None:
-    """Raises `UsageError` for a revision of a drafter that is in the target's checkpoint."""
+    """Raises `UsageError` for a revision of a drafter that is in the target's checkpoint, or a folder of its name."""
+    if args.drafter in OWN_DRAFTERS and Path(args.drafter).is_dir():
+        raise UsageError(
+            f"{args.drafter} is a drafter in the target's checkpoint: for the folder write ./{args.drafter}"
+        )
     if args.drafter in OWN_DRAFTERS and args.drafter_revision is not None:
         raise UsageError(
             f"{args.drafter} is in the target's checkpoint: give --target-revision, not --drafter-revision"

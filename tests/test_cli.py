@@ -354,6 +354,13 @@ def test_every_option_has_a_help_text_and_says_its_default():
                 assert text.endswith(f"(default: {shown})"), (name, text)
 
 
+def test_a_folder_of_the_name_of_an_own_drafter_is_not_passed_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mtp").mkdir()
+    assert main(["generate", "target", "mtp", "--prompt", "Hi"]) == 2
+    assert "for the folder write ./mtp" in capsys.readouterr().err
+
+
 def test_what_the_options_repeat_is_what_the_modules_say():
     from hyperdflash.benchmark.prompt_sets import PUBLIC_SETS
     from hyperdflash.check.check import BUILT_IN_PROMPTS

@@ -613,6 +613,13 @@ def test_when_no_row_is_left_the_error_counts_the_reasons(tokenizer, tmp_path):
 # --------------------------------------------------------------------------------------------------------------- files
 
 
+def test_a_pattern_leaves_out_what_regenerate_could_not_answer(tokenizer, tmp_path):
+    for name in ("a.jsonl", "a.failed.jsonl"):
+        (tmp_path / name).write_text(json.dumps(chat()) + "\n")
+    assert len(load_data(str(tmp_path / "*.jsonl"), tokenizer)) == 1
+    assert len(load_data(str(tmp_path / "a.failed.jsonl"), tokenizer)) == 1
+
+
 def test_globs_are_sorted_and_files_keep_their_order(tokenizer, tmp_path):
     for name in ("c", "b", "a"):
         write(tmp_path / f"{name}.jsonl", chat(name))
@@ -909,6 +916,14 @@ def test_what_is_made_of_a_part_does_not_end_up_among_the_rows(tokenizer, tmp_pa
     data.load_recipe_data(args, args.train_data, tokenizer)[0].flatten_indices()
     rows, report = data.load_recipe_data(args, [path], tokenizer)
     assert (len(rows), report.num_rows) == (9, 9)
+
+
+def test_a_file_that_two_entries_of_a_mixture_name_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(chat()) + "\n")
+    args = recipe_args(train_data=[str(path), str(tmp_path / "*.jsonl")], train_weights=[1, 1])
+    with pytest.raises(ValueError, match="a.jsonl twice"):
+        data.load_recipe_data(args, args.train_data, tokenizer)
 
 
 @pytest.mark.parametrize(

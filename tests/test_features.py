@@ -570,3 +570,11 @@ def test_a_changed_setting_asks_only_for_the_samples_that_it_changes(recipe, cap
     out = capsys.readouterr().out
     assert "1 of 2 samples of train data to write" in out
     assert "0 of 1 samples of eval data to write" in out
+
+
+def test_a_head_that_is_loaded_in_fp32_is_the_same_target(tmp_path):
+    """A run that began on a CPU without bf16 goes on elsewhere."""
+    tiny_target().to(torch.bfloat16).save_pretrained(tmp_path)
+    own, fp32 = (TargetHead.from_checkpoint(TargetCheckpoint(tmp_path), dtype) for dtype in ("auto", "float32"))
+    assert own.lm_head.dtype != fp32.lm_head.dtype
+    assert own.sha256 == fp32.sha256

@@ -265,6 +265,9 @@ def load_recipe_data(
         name = entries[counts.index(0)][0]
         raise ValueError(f"max_samples {args.max_samples} leaves no row of {name}: raise it, or the entry's weight")
     report = _join([report for _, report in loaded])
+    twice = {file["file"] for i, file in enumerate(report.files) if file in report.files[:i]}
+    if twice:
+        raise ValueError(f"train_data names {', '.join(sorted(twice))} twice, so that rows would be drawn again")
     report.parts = {", ".join(map(str, entry)): count for entry, count in zip(entries, counts, strict=True)}
     parts = [draw(rows, count, seed) for (rows, _), count in zip(loaded, counts, strict=True)]
     return _concatenate(parts), report

@@ -105,9 +105,12 @@ class TargetHead:
 
     @cached_property
     def sha256(self) -> str:
-        """Over names, dtypes, shapes and bytes of all tensors."""
+        """Over names, dtypes, shapes and bytes of all tensors, embedding and head in bf16: a run is the same one on a
+        CPU that loads them in fp32."""
         digest = hashlib.sha256()
         for name, tensor in sorted(self.tensors.items()):
+            if name in ("embed_tokens.weight", "lm_head.weight"):
+                tensor = tensor.to(torch.bfloat16)
             # Tensors of other shapes can have the same bytes
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             # As bytes: numpy has no bf16

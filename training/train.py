@@ -92,7 +92,9 @@ def train(values: dict, *, command: str, dry_run: bool = False, profile: bool = 
         api.whoami()  # a wrong token fails here, not after the last step
     for package in set(args.report_to) & set(REPORT_PACKAGES):
         check_installed(package, f"report_to: {package}")
-    if not dry_run:
+    if dry_run:
+        args.keep_features = False  # a server writes the features of its one step
+    else:
         check_matplotlib()  # the card's picture, after the last step
     if args.bf16 and args.mixed_precision == "no" and args.should_log:
         print("bf16      not on this CPU, which has no instructions for it: computing in fp32", flush=True)
