@@ -196,11 +196,13 @@ def check_effort(args: argparse.Namespace, modes: list[str]) -> None:
 
 def check_own_drafter(args: argparse.Namespace) -> None:
     """Raises `UsageError` for a revision of a drafter that is in the target's checkpoint, or a folder of its name."""
-    if args.drafter in OWN_DRAFTERS and Path(args.drafter).is_dir():
+    if args.drafter not in OWN_DRAFTERS:
+        return
+    if Path(args.drafter).is_dir():
         raise UsageError(
             f"{args.drafter} is a drafter in the target's checkpoint: for the folder write ./{args.drafter}"
         )
-    if args.drafter in OWN_DRAFTERS and args.drafter_revision is not None:
+    if args.drafter_revision is not None:
         raise UsageError(
             f"{args.drafter} is in the target's checkpoint: give --target-revision, not --drafter-revision"
         )

@@ -20,6 +20,7 @@ from tiny_v4 import (
     greedy,
     nightly,
     random_ids,
+    record_drafts,
     save_dspark,
     tiny_config,
     tiny_drafter,
@@ -71,19 +72,7 @@ def test_every_round_drafts_what_the_module_says_without_a_cache(num_drafts, mon
     biased by the token before it. Nothing of an earlier block is left in the cache."""
     target = tiny_target()
     dspark = tiny_dspark(target, target_layer_ids=[2, 0])
-    rounds, own = [], dspark.propose
-
-    def recording(request, choose):
-        drafts = []
-
-        def choose_and_keep(logits):
-            drafts.append(logits)
-            return choose(logits).clone()
-
-        own(request, choose_and_keep)
-        rounds.append((request.ids.clone(), drafts))
-
-    monkeypatch.setattr(dspark, "propose", recording)
+    rounds = record_drafts(dspark, monkeypatch)
     greedy(target, random_ids(11), 14, assistant_model=dspark, num_assistant_tokens=num_drafts)
     assert len(rounds) > 5
     for ids, drafts in rounds:

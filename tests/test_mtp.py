@@ -15,6 +15,7 @@ from tiny_v4 import (
     greedy,
     nightly,
     random_ids,
+    record_drafts,
     tiny_config,
     tiny_target,
 )
@@ -66,19 +67,7 @@ def test_every_round_drafts_what_the_module_says_without_a_cache(max_drafts, mon
     needs all of it."""
     target = tiny_target()
     mtp = tiny_mtp(target, max_drafts)
-    rounds, own = [], mtp.propose
-
-    def recording(request, choose):
-        drafts = []
-
-        def choose_and_keep(logits):
-            drafts.append(logits)
-            return choose(logits).clone()
-
-        own(request, choose_and_keep)
-        rounds.append((request.ids.clone(), drafts))
-
-    monkeypatch.setattr(mtp, "propose", recording)
+    rounds = record_drafts(mtp, monkeypatch)
     greedy(target, random_ids(11), 30, assistant_model=mtp)
     assert len(rounds) > 10
     for ids, drafts in rounds:

@@ -14,7 +14,7 @@ from hyperdflash.pairing_hyperdflash import fingerprint_tensors, target_fingerpr
 from hyperdflash.serving.sglang_format import cache_bytes, sglang_config
 from hyperdflash.serving.vllm_format import NESTED, vllm_config
 from hyperdflash.training.export import export_drafter, load_trained
-from hyperdflash_sglang import checks, reducer
+from hyperdflash_sglang import checks, fingerprint, reducer
 
 
 @pytest.fixture(scope="module")
@@ -223,7 +223,8 @@ def test_a_folder_in_transformers_form_is_refused():
         checks.TransformersFolder.from_dict({"model_type": "hyperdflash"})
 
 
-def test_both_plugins_have_the_same_reducers():
-    file = Path(reducer.__file__)
+@pytest.mark.parametrize("module", [reducer, fingerprint], ids=lambda module: module.__name__)
+def test_both_plugins_have_the_same_reducers_and_fingerprint(module):
+    file = Path(module.__file__)
     assert file.is_symlink()
-    assert file.resolve().parts[-3:] == ("vllm_plugin", "hyperdflash_vllm", "reducer.py")
+    assert file.resolve().parts[-3:] == ("vllm_plugin", "hyperdflash_vllm", file.name)

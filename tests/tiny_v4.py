@@ -79,6 +79,24 @@ def tiny_target(layer_types=MIXED, *, seed=0, **kwargs) -> DeepseekV4ForCausalLM
     return model
 
 
+def record_drafts(drafter, monkeypatch) -> list[tuple[torch.LongTensor, list[torch.Tensor]]]:
+    """Filled while the drafter decodes: of every round the ids so far `(1, T)`, and the logits of its drafts."""
+    rounds, own = [], drafter.propose
+
+    def recording(request, choose):
+        drafts = []
+
+        def choose_and_keep(logits):
+            drafts.append(logits)
+            return choose(logits).clone()
+
+        own(request, choose_and_keep)
+        rounds.append((request.ids.clone(), drafts))
+
+    monkeypatch.setattr(drafter, "propose", recording)
+    return rounds
+
+
 def random_ids(length: int, *, seed=0, vocab_size=VOCAB_SIZE - 1) -> torch.LongTensor:
     """A prompt of shape (1, length) without the mask token."""
     return torch.randint(vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))

@@ -228,7 +228,7 @@ class CachedFeatures:
         try:
             with os.scandir(self.folder) as entries:
                 there = {entry.name for entry in entries}
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             there = set()
         first = {}
         for index, name in enumerate(prompt_names(rows)):

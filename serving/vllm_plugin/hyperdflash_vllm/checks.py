@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from . import fingerprint
+
 logger = logging.getLogger("vllm.hyperdflash")  # so that vLLM's own settings of its log apply
 
 NESTED = "hyperdflash_config"
@@ -309,26 +311,4 @@ def check_tensors(found: set[str], expected: set[str]) -> None:
         )
 
 
-@named()
-def check_fingerprint(config: dict, tensors: dict[str, torch.Tensor]) -> None:
-    """These tensors of the target are those that the drafter was made with, up to bf16 rounding. Raises `ValueError`.
-
-    The fingerprint is the root mean square and eight evenly spaced entries of each; the embedding's is left out, as it
-    may be split over processes.
-    """
-    for name, tensor in tensors.items():
-        expected = (config["target_fingerprint"] or {}).get(name)
-        if expected is None:
-            continue
-        flat = tensor.detach().to("cpu", torch.bfloat16).float().flatten()
-        # vLLM loads models with another default dtype than fp32, in which positions would be rounded
-        picked = flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel()), dtype=torch.float32).long()]
-        values = [float(flat.square().mean().sqrt()), *picked.tolist()]
-        differ = len(values) != len(expected) or any(
-            abs(a - b) > max(expected[0], 1e-6) / 64 for a, b in zip(values, expected, strict=True)
-        )
-        if differ:
-            raise ValueError(
-                f"the drafter was made for another target ({config['target_name_or_path']}): {name} differs (root "
-                f"mean square {values[0]:.4g}, expected {expected[0]:.4g}); take that, or make another for this target"
-            )
+check_fingerprint = named()(fingerprint.check_fingerprint)

@@ -1,0 +1,1 @@
+../../vllm_plugin/hyperdflash_vllm/fingerprint.py
