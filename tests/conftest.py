@@ -1,6 +1,7 @@
 """Tests run offline, on one thread: OpenMP's spin waits make tiny models many times slower on a busy machine."""
 
 import base64
+import gc
 import os
 from pathlib import Path
 
@@ -11,6 +12,12 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish():
+    """Every collection of garbage, and each training run asks for one, would look through all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -255,7 +255,7 @@ def test_the_context_is_cast_once_for_all_layers_and_joined_behind_the_projectio
     assert not any(made[:2] == ("cat", (1, everything, D)) for made in operations.made)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @torch.no_grad()
 def test_compiled_flex_attention_gives_what_samples_give_one_by_one(batch):
     """Forward only, for two shapes after each other; the blocks of a batch's padding are left out."""

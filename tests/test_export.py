@@ -5,11 +5,9 @@ Runs are made by hand as transformers' Trainer writes them; the trainer itself i
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -17,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from fresh import run_fresh
 from huggingface_hub import CommitInfo, HfApi, ModelCard, hf_api
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -366,10 +365,7 @@ def test_the_folder_loads_alone_in_a_fresh_process_and_drafts_as_the_rounded_wei
         assert torch.equal(got.sequences, expected["sequences"])
         assert json.loads(json.dumps(got.speculation.to_dict())) == rounds, (got.speculation.to_dict(), rounds)
     """
-    env = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_fresh(textwrap.dedent(script), tmp_path, cwd=tmp_path)
 
 
 def snippet(folder: Path) -> str:
@@ -399,11 +395,7 @@ def test_the_cards_snippet_runs_in_the_folder_without_the_package(run, tmp_path)
     assert 'mode="thinking", generation="0731", add_generation_prompt=True' in code
     code = f"import sys, torch\nsys.modules['hyperdflash'] = None\ntorch.set_num_threads(1)\n{code}"
     code += "\nassert drafter.device == target.device and output.shape[1] > len(ids)"
-    env = {"PATH": os.environ["PATH"], "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-I", "-c", code]
-    done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip()
+    assert run_fresh(code, tmp_path, cwd=out).strip()
 
 
 def test_the_snippet_names_the_folder_of_a_local_target_and_encodes_as_in_training(target, tmp_path):

@@ -252,11 +252,11 @@ def test_short_long_and_window_edge_prompts(target, length):
 
 
 @pytest.mark.slow
-def test_fifty_random_prompts_with_the_drafters_own_drafts(target):
+def test_random_prompts_with_the_drafters_own_drafts(target):
     """fp32 on the CPU: identical ids. https://github.com/huggingface/transformers/issues/30413"""
     drafter = tiny_drafter(target, block_size=5)
-    for seed in range(50):
-        prompt = random_ids(1 + seed % 25, seed=seed)
+    for seed in range(25):
+        prompt = random_ids(1 + seed, seed=seed)
         assert greedy(target, prompt, 8, assistant_model=drafter).tolist() == greedy(target, prompt, 8).tolist()
 
 

@@ -6,7 +6,6 @@ import gc
 import importlib.util
 import inspect
 import json
-import subprocess
 import sys
 import threading
 import weakref
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh import run_fresh
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tiny_v4 import (
     ALWAYS,
@@ -133,12 +133,9 @@ def test_either_order_of_loading_works_in_a_fresh_process(target, prompt, tmp_pa
     """Also for a target that was built, and has generated, before the package was imported."""
     target.save_pretrained(tmp_path / "target")
     tiny_drafter(target).save_pretrained(tmp_path / "drafter")
-    arguments = [str(tmp_path / "target"), str(tmp_path / "drafter"), json.dumps(prompt[0].tolist())]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(body=body), *arguments], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [greedy(target, prompt, 12)[0].tolist()] * 3
+    arguments = [tmp_path / "target", tmp_path / "drafter", json.dumps(prompt[0].tolist())]
+    printed = run_fresh(SCRIPT.format(body=body), tmp_path, *arguments, cwd=tmp_path, path=sys.path)
+    assert json.loads(printed.splitlines()[-1]) == [greedy(target, prompt, 12)[0].tolist()] * 3
 
 
 def test_set_up_twice_changes_nothing():
@@ -196,18 +193,20 @@ def test_moved_seam_is_one_error_that_names_the_tested_versions(monkeypatch, nam
 
 
 @pytest.mark.slow
-def test_moved_seam_is_that_error_at_import_too():
+def test_moved_seam_is_that_error_at_import_too(tmp_path):
     """In a fresh process, where nothing was set up before."""
-    script = (
-        "from transformers.generation import GenerationMixin\n"
-        "del GenerationMixin._assisted_decoding\n"
-        "from hyperdflash.modeling_hyperdflash import HyperDFlashModel"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert "lacks what HyperDFlash builds on: GenerationMixin._assisted_decoding(" in last
-    assert "tested versions: 5.24.0" in last
+    script = """
+from transformers.generation import GenerationMixin
+del GenerationMixin._assisted_decoding
+try:
+    from hyperdflash.modeling_hyperdflash import HyperDFlashModel
+except ImportError as error:
+    assert "lacks what HyperDFlash builds on: GenerationMixin._assisted_decoding(" in str(error), error
+    assert "tested versions: 5.24.0" in str(error), error
+else:
+    raise AssertionError("imported without what it builds on")
+"""
+    run_fresh(script, tmp_path, cwd=tmp_path, path=sys.path)
 
 
 def test_set_up_of_a_restored_class_works(monkeypatch, target, prompt, plain):

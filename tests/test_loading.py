@@ -10,12 +10,12 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from fresh import run_fresh
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_v4 import MASK_TOKEN_ID, greedy, nightly, random_ids, tiny_drafter_config, tiny_target
@@ -66,20 +66,9 @@ def count_drafts(drafter):
 """
 
 
-def run_fresh(script: str, home: Path, *args, cwd: Path) -> None:
-    """Run a script in a new process with an empty Hugging Face home; its assertions are the test's."""
-    env = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(home),
-        "HF_HOME": str(home / "hf"),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    }
-    source = PRELUDE + textwrap.dedent(script)
-    command = [sys.executable, "-I", "-c", source, *map(str, args)]
-    done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+def run_script(script: str, home: Path, *args, cwd: Path) -> None:
+    """Run a script in a fresh process with an empty Hugging Face home; its assertions are the test's."""
+    run_fresh(PRELUDE + textwrap.dedent(script), home, *args, cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +146,7 @@ def test_published_files_load_alone_from_any_path_before_the_target(made, saved_
     else:
         raise AssertionError("loaded without weights")
     """
-    run_fresh(script, tmp_path / "home", saved_target, cwd=folder)
+    run_script(script, tmp_path / "home", saved_target, cwd=folder)
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
@@ -203,7 +192,7 @@ def test_custom_generate_and_two_versions_of_the_code_in_one_process(made, saved
         else:
             raise AssertionError("custom_generate ran without a drafter")
     """
-    run_fresh(script, tmp_path / "home", saved_target, cwd=tmp_path)
+    run_script(script, tmp_path / "home", saved_target, cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -230,7 +219,7 @@ def test_a_folder_that_links_its_code_loads_drafts_and_is_saved_as_plain_files(n
     assert not any(path.is_symlink() for path in pathlib.Path.cwd().rglob("*.py"))
     """
     assert (TINY / name / "modeling_hyperdflash.py").is_symlink()
-    run_fresh(script, tmp_path / "home", TINY / "target", TINY / name, cwd=tmp_path)
+    run_script(script, tmp_path / "home", TINY / "target", TINY / name, cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -278,7 +267,7 @@ def test_a_hub_repository_loads_offline_with_code_and_weights_of_one_revision(ma
     else:
         raise AssertionError("a repository that is not in the cache was loaded")
     """
-    run_fresh(script, tmp_path / "home", saved_target, commits["main"], commits["first"], cwd=tmp_path)
+    run_script(script, tmp_path / "home", saved_target, commits["main"], commits["first"], cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -299,7 +288,7 @@ def test_a_drafter_of_auto_model_is_its_modules_class_and_can_be_pickled(made, t
     worker.join()
     assert worker.exitcode == 0
     """
-    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+    run_script(script, tmp_path / "home", cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -316,7 +305,7 @@ def test_another_transformers_is_one_sentence_when_the_code_is_loaded(made, tmp_
     else:
         raise AssertionError("loaded without a word")
     """
-    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+    run_script(script, tmp_path / "home", cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -353,7 +342,7 @@ def test_checkpoints_and_merged_adapters_of_a_folder_load_alone(made, tmp_path):
     assert not torch.allclose(hidden(adapted), hidden(load("source")))
     adapted.merge_and_unload().save_pretrained("merged")
     """
-    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+    run_script(script, tmp_path / "home", cwd=tmp_path)
     shutil.rmtree(tmp_path / "source")
     shutil.rmtree(tmp_path / "home")
     own = load_file(made / "model.safetensors").keys()
@@ -365,7 +354,7 @@ def test_checkpoints_and_merged_adapters_of_a_folder_load_alone(made, tmp_path):
     assert not torch.equal(hidden(first), hidden(second))
     torch.testing.assert_close(hidden(merged), torch.load("adapted.pt"), atol=1e-5, rtol=1e-5)
     """
-    run_fresh(script, tmp_path / "home", cwd=tmp_path)
+    run_script(script, tmp_path / "home", cwd=tmp_path)
 
 
 # ------------------------------------------------------------------------------------- what a folder must and may hold

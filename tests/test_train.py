@@ -22,6 +22,7 @@ import pytest
 import torch
 import yaml
 from child import fork
+from fresh import run_ranks
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
@@ -901,17 +902,18 @@ def make_sharded_state(self, *args, fsdp_plugin=None, **kwargs):
 AcceleratorState.__init__ = make_sharded_state
 raise SystemExit(cli.main(sys.argv[1:]))
 """
+PLAIN = "import sys\nfrom hyperdflash.__main__ import main\nraise SystemExit(main(sys.argv[1:]))"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "stops"), [("fsdp", True), nightly("ddp", False), nightly("ddp", True)])
 def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind, stops):
     """What is printed is printed once, and a stopped run goes on to the very same weights."""
-    (tmp_path / "sharded.py").write_text(SHARDED_ON_CPUS)
-    program = ["-m", "hyperdflash"] if kind == "ddp" else [str(tmp_path / "sharded.py")]
+    program = tmp_path / "program.py"
+    program.write_text(SHARDED_ON_CPUS if kind == "fsdp" else PLAIN)
     options = ["per_device_train_batch_size=2", "ddp_backend=gloo", "seed=7", f"fsdp={str(kind == 'fsdp').lower()}"]
     recipe = world.write_recipe(tmp_path / "recipe.yaml", output_dir=str(tmp_path / "run"))
-    first = launch(*program, "train", str(recipe), *options)
+    first = launch(str(program), "train", str(recipe), *options)
     assert len(re.findall(r"^step \d/8 ", first, re.MULTILINE)) == 8
     assert first.count("rows kept") == first.count("ready for `hf upload`") == 1
     assert logged(tmp_path / "run") == pytest.approx(logged(trained), abs=1e-5)
@@ -923,7 +925,8 @@ def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind
     if stops:
         for folder in ("checkpoint-6", "checkpoint-8", "final"):
             shutil.rmtree(tmp_path / "run" / folder)
-        again = launch(*program, "train", str(recipe), *options, "resume_from_checkpoint=true")
+        options.append("resume_from_checkpoint=true")
+        again = run_ranks(program.read_text(), tmp_path / "home", "train", recipe, *options)
         assert re.findall(r"^step (\d)/8 ", again, re.MULTILINE) == ["4", "5", "6", "7", "8"]
         assert_equal_weights(last_weights(tmp_path / "run"), last)
     drafter = AutoModel.from_pretrained(tmp_path / "run" / "final", trust_remote_code=True)
@@ -931,7 +934,7 @@ def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind
 
 
 def launch(*program: str) -> str:
-    """Run a Python program in two processes; returns what they print."""
+    """Run a Python program in two processes, as users do; returns what they print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -1,14 +1,12 @@
 """The Trainer: gradients that do not depend on the cut of a batch, exact resuming, adapters, precision, evaluation."""
 
 import copy
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
 import pytest
 import torch
+from fresh import run_ranks
 from tiny_v4 import MASK_TOKEN_ID, nightly, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
@@ -420,7 +418,8 @@ def test_compiled_training_saves_plain_names_and_resumes_without_compiling(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, nightly(torch.float32)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_reducer_of_huge_streams_is_finite_compiled_or_not(dtype):
     """https://github.com/unslothai/unsloth-zoo/pull/859"""
     reducer = tiny_drafter(tiny_target()).reducer
@@ -466,19 +465,6 @@ def test_lora_keeps_what_else_is_to_be_trained_whole():
     assert any("reducer.modules_to_save" in name for name in trained)
 
 
-def launch(folder: Path, script: str) -> None:
-    """Run a script in two processes, with the environment that `accelerate launch` and `torchrun` make."""
-    file = folder / "script.py"
-    # Everything is done and written by then; tearing down gloo's threads rarely aborts a process of a busy machine
-    file.write_text(f"{script}\nimport os\nsys.stdout.flush()\nos._exit(0)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-    done = subprocess.run(
-        [*command, str(file), str(folder)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 LENGTHS = {"uneven": UNEVEN, "one has all": (30, 2, 2, 2, 2, 2), "few": (9, 14, 11)}
 
 # Everything that is run in two processes, in the same two: their start is dearer than the runs
@@ -512,7 +498,7 @@ trainer.accelerator.end_training()
 def two_processes(tmp_path_factory) -> Path:
     """The folder of the results of `TWO_PROCESSES`, by name."""
     folder = tmp_path_factory.mktemp("two processes")
-    launch(folder, TWO_PROCESSES)
+    run_ranks(TWO_PROCESSES, folder, folder)
     return folder
 
 
@@ -561,7 +547,7 @@ def test_evaluation_keeps_sums_alone_and_repeats_itself(tmp_path):
 
     https://github.com/huggingface/transformers/issues/30104
     """
-    rows = make_rows([8 + i for i in range(50)])
+    rows = make_rows([8 + 2 * i for i in range(20)])
     options = {"num_anchors": 3, "max_steps": 4, "per_device_train_batch_size": 4}
     silent = make_trainer(tmp_path, rows, **options)
     silent.train()
@@ -575,7 +561,7 @@ def test_evaluation_keeps_sums_alone_and_repeats_itself(tmp_path):
         k: v for k, v in second.items() if "second" not in k and "runtime" not in k
     }
     output = trainer.predict(trainer.eval_dataset)
-    assert output.predictions.shape == (50, 6 * 3)
+    assert output.predictions.shape == (20, 6 * 3)
 
 
 def test_dropout_after_an_evaluation_is_what_it_would_have_been_without(tmp_path):
