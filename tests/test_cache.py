@@ -25,11 +25,13 @@ def forward(model, cache, ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stack", "longest"), [("mixed", 17), *(nightly(name, 30) for name in STACKS)], ids=lambda value: str(value)
+    ("stack", "longest", "written"),
+    [("mixed", 17, (1, 3, 7)), *(nightly(name, 30, (1, 2, 3, 5, 7)) for name in STACKS)],
+    ids=lambda value: str(value),
 )
-def test_rewind_equals_fresh_run_at_every_length(stack, longest):
-    """Every prompt length up to twice the window and the rates, or 30 (nightly), every k written in one forward, every
-    r taken back: same state, same next logits.
+def test_rewind_equals_fresh_run_at_every_length(stack, longest, written):
+    """Every prompt length up to twice the window and the rates, or 30 (nightly), k tokens written in one forward and
+    every r of them taken back: same state, same next logits.
 
     https://github.com/huggingface/transformers/pull/45643 https://github.com/huggingface/transformers/pull/44893
     """
@@ -38,13 +40,12 @@ def test_rewind_equals_fresh_run_at_every_length(stack, longest):
     for length in range(1, longest + 1):
         base = new_cache(model)
         forward(model, base, ids[:, :length])
-        for k in (1, 2, 3, 5, 7):
+        for k in written:
             for r in range(k + 1):
                 cache = copy.deepcopy(base)
                 cache.activate_past_recording()
                 wrong = (ids[:, length : length + k] + 1) % 60
-                written = torch.cat([ids[:, length : length + k - r], wrong[:, k - r :]], dim=1)
-                forward(model, cache, written)
+                forward(model, cache, torch.cat([ids[:, length : length + k - r], wrong[:, k - r :]], dim=1))
                 cache.crop(-r)
                 fresh = copy.deepcopy(base)
                 if k > r:
@@ -58,7 +59,7 @@ def test_rewind_equals_fresh_run_at_every_length(stack, longest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", ["mixed", *ALONE])
-@pytest.mark.parametrize("window", [2, 3, 8])
+@pytest.mark.parametrize("window", [nightly(2), 3, nightly(8)])
 def test_several_forwards_then_one_rewind(stack, window):
     """Records of several forwards add up, and everything recorded can go at once."""
     model = tiny_target(STACKS[stack], window=window)

@@ -394,7 +394,7 @@ def test_another_encoding_than_utf8_is_named(encoding, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_platform_encoding_does_not_matter(tokenizer, tmp_path):
+def test_the_platform_encoding_does_not_matter(tmp_path):
     """https://github.com/bozdemir/claude-usage-widget/pull/3"""
     path = write(tmp_path / "ä.jsonl", chat("你好", "早上好"), encoding="utf-8-sig")
     script = (
@@ -406,7 +406,8 @@ def test_the_platform_encoding_does_not_matter(tokenizer, tmp_path):
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", script, path]
     run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, check=True, text=True)
-    assert run.stdout == f"{hash_data(load_data([path], tokenizer))} {ascii('ä.jsonl:1')}\n"
+    here = load_data([path], AutoTokenizer.from_pretrained(ROOT / "examples" / "tiny" / "target"))
+    assert run.stdout == f"{hash_data(here)} {ascii('ä.jsonl:1')}\n"
 
 
 # ------------------------------------------------------------------------------------------------------- mixed schemas
@@ -424,14 +425,14 @@ def test_types_may_differ_from_row_to_row(tokenizer, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_field_that_is_null_for_20000_rows_may_hold_a_value_then(tokenizer, tmp_path):
+def test_a_field_that_is_null_for_5000_rows_may_hold_a_value_then(tokenizer, tmp_path):
     """https://github.com/huggingface/datasets/issues/7222"""
     quiet = json.dumps({"messages": [{**message, "tool_calls": None} for message in chat()["messages"]]})
     calling = {"messages": say(("u", "Hi")) + [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}
-    path = write(tmp_path / "a.jsonl", *[quiet] * 20_000, chat(), calling)
+    path = write(tmp_path / "a.jsonl", *[quiet] * 5000, chat(), calling)
     dataset, report = load_data_with_report([path], tokenizer, skip_bad_rows=True)
-    assert len(dataset) == 20_001
-    assert "a.jsonl:20002: message 1 has key 'tool_calls'" in report.examples["bad row"][0]
+    assert len(dataset) == 5001
+    assert "a.jsonl:5002: message 1 has key 'tool_calls'" in report.examples["bad row"][0]
 
 
 @pytest.mark.parametrize(
@@ -1109,10 +1110,10 @@ print(len(seen), round(streamed), round(held))
 def test_memory_is_bounded_for_large_files_and_an_epoch_is_every_row_once(tmp_path):
     """https://github.com/fw-ai/cookbook/pull/371"""
     row = json.dumps({"input_ids": list(range(1000, 3000)), "loss_mask": [0] * 50 + [1] * 1950}) + "\n"
-    count = 3000
+    count = 2000
     with (tmp_path / "large.jsonl").open("w") as file:
         file.writelines(row for _ in range(count))
-    assert (tmp_path / "large.jsonl").stat().st_size > 45e6
+    assert (tmp_path / "large.jsonl").stat().st_size > 30e6
     small = write(tmp_path / "small.jsonl", *[row.strip()] * 300)
     env = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-c", LARGE, tmp_path / "large.jsonl", small]
@@ -1120,5 +1121,5 @@ def test_memory_is_bounded_for_large_files_and_an_epoch_is_every_row_once(tmp_pa
     assert run.returncode == 0, run.stderr
     seen, streamed, held = map(int, run.stdout.split())
     assert seen == count
-    assert streamed < 27  # MB, half of the file
-    assert held > 90  # what reading everything at once takes: the bound can fail
+    assert streamed < 18  # MB, half of the file
+    assert held > 60  # what reading everything at once takes: the bound can fail

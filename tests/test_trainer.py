@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 from fresh import run_ranks
-from tiny_v4 import MASK_TOKEN_ID, nightly, random_ids, tiny_drafter, tiny_target
+from tiny_v4 import MASK_TOKEN_ID, random_ids, tiny_drafter, tiny_target
 
 from hyperdflash.modeling_hyperdflash import HyperDFlashModel
 from hyperdflash.training.arguments import HyperDFlashTrainingArguments
