@@ -50,10 +50,10 @@ def test_greedy_ids_are_plain_decodings(layer_types, max_drafts):
     """Prompts around the window (8) and blocks of every length."""
     target = tiny_target(layer_types)
     mtp = tiny_mtp(target, max_drafts)
-    for length in (1, 2, 7, 8, 9, 20):
+    for length in (1, 7, 8, 20):
         prompt = random_ids(length, seed=length)
-        want = greedy(target, prompt, 24)
-        got = greedy(target, prompt, 24, assistant_model=mtp, return_dict_in_generate=True)
+        want = greedy(target, prompt, 20)
+        got = greedy(target, prompt, 20, assistant_model=mtp, return_dict_in_generate=True)
         assert got.sequences.tolist() == want.tolist()
         assert max(got.speculation.num_drafts) == max_drafts
 

@@ -238,10 +238,11 @@ PATTERNS = {
     "empty": None,
     "mixed": lambda r: (0, None, ALWAYS, 1)[r % 4],
 }
+FAST = ("always", "first two", "mixed")  # the others take one forward per token, and "mixed" has their rounds too
 
 
-def assert_lossless(target, prompt, want, sequence=None, *, patterns=tuple(PATTERNS), block_size=4, pads=0, **kwargs):
-    """Greedy decoding gives the ids `want` with drafters that follow `sequence` (by default `want`) in every pattern.
+def assert_lossless(target, prompt, want, sequence=None, *, patterns=FAST, block_size=4, pads=0, **kwargs):
+    """Greedy decoding gives the ids `want` with drafters that follow `sequence` (by default `want`) in some patterns.
 
     `kwargs` are `generate`'s; a callable among them named `fresh` makes more of them, anew for every call.
     """
