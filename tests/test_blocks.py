@@ -17,6 +17,7 @@ from hyperdflash.training.blocks import (
     make_blocks,
     pack,
     packed_masks,
+    previous_ids,
 )
 
 
@@ -35,6 +36,22 @@ def test_slot_k_is_trained_on_the_token_k_behind_the_anchor():
     assert blocks.labels.tolist() == [[[104, 105, 106], [110, 111, -100]]]
     assert blocks.teacher_positions[0, 0].tolist() == [3, 4, 5]  # the head at a + k - 1 predicts a + k
     assert blocks.position_ids[0, 12:].tolist() == [3, 4, 5, 6, 9, 10, 11, 12]
+
+
+def test_with_a_label_for_every_slot_the_anchor_predicts_the_token_behind_it():
+    """As in DSpark: the same block, one label more; and the tokens before those that are predicted."""
+    ids = torch.arange(100, 112)[None]
+    anchors = torch.tensor([[3, 9]])
+    blocks = make_blocks(ids, torch.ones_like(ids), anchors, block_size=4, mask_token_id=7, num_labels=4)
+    assert blocks.input_ids.tolist() == [[103, 7, 7, 7, 109, 7, 7, 7]]
+    assert blocks.labels.tolist() == [[[104, 105, 106, 107], [110, 111, -100, -100]]]
+    assert blocks.teacher_positions[0, 0].tolist() == [3, 4, 5, 6]
+    assert blocks.position_ids[0, 12:].tolist() == [3, 4, 5, 6, 9, 10, 11, 12]
+    packed = pack(blocks)
+    assert packed.position_ids[0].tolist() == [*range(9), 3, 4, 5, 6, 9, 10, 11, 12]
+    assert packed.labels.tolist() == blocks.labels[0].tolist()
+    for laid_out in (blocks, packed):
+        assert previous_ids(laid_out)[0, :6].tolist() == [103, 104, 105, 106, 109, 110]
 
 
 def test_a_block_sees_the_context_before_its_anchor_and_itself():

@@ -66,6 +66,38 @@ def test_loss_and_gradient_equal_a_float64_reference_for_any_chunk(chunk_size, o
     torch.testing.assert_close(case[0].grad.double(), reference[0].grad, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize("l1", [0.9, 1.0])
+def test_the_distance_to_the_verifier_takes_its_share_of_the_cross_entropy(chunk_size, l1):
+    """Loss and gradients, a Markov head's included, against autograd in fp64."""
+    case, reference = make_case(), as_double(*make_case())
+    generator = torch.Generator().manual_seed(1)
+    verifier, states, w2 = (torch.randn(size, generator=generator) for size in ((6, 3, 8), (6, 3, 4), (11, 4)))
+    found, expected = (
+        [x.detach().clone().to(dtype).requires_grad_() for x in (states, w2)]
+        for dtype in (torch.float32, torch.float64)
+    )
+    out = drafter_loss(
+        *case, **OPTIONS, chunk_size=chunk_size, l1=l1, verifier_hidden=verifier,
+        markov_states=found[0], markov_w2=found[1],
+    )  # fmt: skip
+    out.loss.backward()
+    hidden, labels, lm_head, teacher = reference
+    student = hidden @ lm_head.T + expected[0] @ expected[1].T
+    valid = labels != -100
+    weights = torch.exp(-torch.arange(3) / OPTIONS["gamma"]).double() * valid
+    distance = ((verifier.double() @ lm_head.T).softmax(-1) - student.softmax(-1)).abs().sum(-1)
+    ce = -student.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    loss = (weights * ((1 - l1) * ce + l1 * distance)).sum() / weights.sum()
+    log_p, log_q = ((x[:, :2] / 2.0).log_softmax(-1) for x in (teacher @ lm_head.T, student))
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1) * valid[:, :2]
+    loss = loss + OPTIONS["alpha"] * 4 / 2 * (kl.sum(0) / valid[:, :2].sum(0)).sum()
+    loss.backward()
+    assert float(out.loss.detach()) == pytest.approx(float(loss.detach()), abs=1e-5)
+    for got, want in zip((case[0], *found), (hidden, *expected), strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, atol=1e-6, rtol=1e-4)
+
+
 def test_kl_by_hand():
     """Two blocks, P = 2, T = 2: T^2 / P times the sum over slots of the mean over blocks; teacher first.
 

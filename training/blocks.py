@@ -3,8 +3,8 @@
 The trainer packs a batch: the contexts of all samples one after the other, then all their blocks, as one sequence
 without padding and without blocks that have no label. A slot sees its own sample alone.
 
-Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), N blocks of all samples, C context
-positions of all samples.
+Legend: B batch, T sequence, A anchors, K block (anchor included), S slots that predict (K - 1, or K where the anchor
+predicts too), N blocks of all samples, C context positions of all samples.
 """
 
 import hashlib
@@ -30,8 +30,8 @@ class Blocks:
         anchors (`(B, A)`): positions; -1 for a block that does not exist.
         input_ids (`(B, A * K)`): the anchor token, then mask tokens.
         position_ids (`(B, T + A * K)`): absolute positions of the context, then of the blocks.
-        labels (`(B, A, K - 1)`): the tokens that slots 1..K-1 predict, -100 where there is none.
-        teacher_positions (`(B, A, K - 1)`): where the target's head predicts the same token (paper, section 2.3).
+        labels (`(B, A, S)`): the tokens behind the anchor, which the last S slots predict, -100 where there is none.
+        teacher_positions (`(B, A, S)`): where the target's head predicts the same token (paper, section 2.3).
     """
 
     anchors: torch.LongTensor
@@ -84,22 +84,27 @@ def make_blocks(
     *,
     block_size: int,
     mask_token_id: int,
+    num_labels: int | None = None,
 ) -> Blocks:
     """Lay out one block for every anchor; blocks of anchor -1 have no labels.
 
     Args:
         input_ids (`(B, T)`), loss_mask (`(B, T)`), anchors (`(B, A)`): as in `draw_anchors`.
+        num_labels (`int`, *optional*): S, by default every slot but the anchor's. With as many as the block has slots,
+            the anchor's predicts the token behind it.
     """
     B, T = input_ids.shape
     A, K = anchors.shape[1], block_size
+    S = K - 1 if num_labels is None else num_labels
     start = anchors.clamp(min=0)  # a block of anchor -1 reads position 0, and gets no labels
     slots = start.unsqueeze(-1) + torch.arange(K)  # (B, A, K) absolute positions
+    predicted = start.unsqueeze(-1) + torch.arange(1, S + 1)  # (B, A, S)
     # Slots past the end read the last token, and are dropped from the labels below
-    ahead = slots[..., 1:].clamp(max=T - 1).flatten(1)
-    labels = input_ids.gather(1, ahead).view(B, A, K - 1)
-    supervised = loss_mask.bool().gather(1, ahead).view(B, A, K - 1)
+    ahead = predicted.clamp(max=T - 1).flatten(1)
+    labels = input_ids.gather(1, ahead).view(B, A, S)
+    supervised = loss_mask.bool().gather(1, ahead).view(B, A, S)
     # A slot counts while every token since the anchor is supervised: past a gap there is nothing to draft.
-    supervised &= (slots[..., 1:] < T) & (anchors >= 0).unsqueeze(-1)
+    supervised &= (predicted < T) & (anchors >= 0).unsqueeze(-1)
     supervised = supervised.long().cumprod(-1).bool()
     block_ids = torch.full((B, A, K), mask_token_id)
     block_ids[..., 0] = input_ids.gather(1, start)
@@ -109,16 +114,17 @@ def make_blocks(
         position_ids=torch.cat([torch.arange(T).expand(B, -1), slots.flatten(1)], dim=1),
         labels=labels.masked_fill(~supervised, -100),
         # The target predicts a token from the position before it
-        teacher_positions=(slots[..., 1:] - 1).clamp(max=T - 1),
+        teacher_positions=(predicted - 1).clamp(max=T - 1),
     )
 
 
 def previous_ids(blocks: "Blocks | PackedBlocks") -> torch.Tensor:
-    """The true token before each slot's, as `input_ids`: the anchor for slot 1, then the labels."""
+    """The true token before the one that a slot predicts, as `input_ids`: the anchor, then the labels."""
     *shape, S = blocks.labels.shape
-    anchor = blocks.input_ids.view(*shape, S + 1)[..., :1]
-    # The anchor's own entry is never read; where a label is missing, any id does
-    ids = torch.cat([anchor, anchor, blocks.labels[..., :-1].clamp(min=0)], dim=-1)
+    by_block = blocks.input_ids.view(*shape, -1)  # (..., K)
+    # An anchor that predicts nothing has an entry that is never read; where a label is missing, any id does
+    anchor = by_block[..., :1].expand(*shape, by_block.shape[-1] - S + 1)
+    ids = torch.cat([anchor, blocks.labels[..., :-1].clamp(min=0)], dim=-1)
     return ids.view_as(blocks.input_ids)
 
 
@@ -155,7 +161,8 @@ def pack(blocks: Blocks, pad_to: int = 1) -> PackedBlocks:
 
     There is always a block, and a position of context: DDP needs the drafter's forward in every process.
     """
-    B, A, S = blocks.labels.shape
+    B, A, _ = blocks.labels.shape
+    K = blocks.input_ids.shape[1] // A
     exists = blocks.anchors >= 0  # (B, A): what `draw_anchors` draws has a label
     exists[0, 0] |= not exists.any()
     samples, columns = exists.nonzero(as_tuple=True)  # (N,), sample after sample
@@ -165,7 +172,7 @@ def pack(blocks: Blocks, pad_to: int = 1) -> PackedBlocks:
     lengths[0] = max(int(lengths[0]), int(not lengths.any()))
     context_samples = torch.arange(B).repeat_interleave(lengths)  # (C,)
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-    slots = anchors.clamp(min=0).unsqueeze(1) + torch.arange(S + 1)  # (N, K)
+    slots = anchors.clamp(min=0).unsqueeze(1) + torch.arange(K)  # (N, K)
     more_context = -len(context_samples) % pad_to
     more_blocks = -len(anchors) % pad_to
     slots = F.pad(slots, (0, 0, 0, more_blocks))
@@ -222,12 +229,17 @@ def _sees_context(
 
 
 def _dense_mask(
-    anchors: torch.LongTensor, length: int, block_size: int, window: int | None, dtype: torch.dtype
+    anchors: torch.LongTensor,
+    length: int,
+    block_size: int,
+    window: int | None,
+    dtype: torch.dtype,
+    window_moves: bool = True,
 ) -> torch.Tensor:
     A, device = anchors.shape[1], anchors.device
     query = torch.arange(A * block_size, device=device)  # (A*K,)
     anchor = anchors.repeat_interleave(block_size, dim=1).unsqueeze(-1)  # (B, A*K, 1)
-    position = anchor + (query % block_size)[:, None]
+    position = anchor + (query % block_size)[:, None] if window_moves else anchor - 1
     context = _sees_context(anchor, position, torch.arange(length, device=device), window)  # (B, A*K, T)
     # A block sees itself in both directions, even one that does not exist, so that every query has a key
     block = (query // block_size)[:, None] == query // block_size
@@ -259,15 +271,19 @@ class SampleMasks:
     Attributes:
         parts (`list[tuple]`): for each sample with blocks, the slices of its queries, of its context's keys and of its
             blocks' keys, and the additive mask `(1, 1, A * K, T + A * K)` of these.
+
+    Args:
+        window_moves: a slot sees `window` positions up to itself; else the whole block sees `window` positions before
+            its anchor (DSpark).
     """
 
-    def __init__(self, packed: PackedBlocks, block_size: int, window: int | None):
+    def __init__(self, packed: PackedBlocks, block_size: int, window: int | None, window_moves: bool = True):
         self.parts, start, query, length = [], 0, 0, len(packed.context_samples)
         for num_context, num_anchors in zip(packed.context_lengths, packed.num_anchors, strict=True):
             if num_anchors:
                 blocks = slice(query, query + num_anchors * block_size)
                 anchors = packed.anchors[None, query // block_size : query // block_size + num_anchors]
-                mask = _dense_mask(anchors, num_context, block_size, window, torch.float32)
+                mask = _dense_mask(anchors, num_context, block_size, window, torch.float32, window_moves)
                 keys = slice(length + blocks.start, length + blocks.stop)
                 self.parts.append((blocks, slice(start, start + num_context), keys, mask))
                 query = blocks.stop

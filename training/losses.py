@@ -4,7 +4,7 @@ The logits of all slots never exist at once: the LM head, both terms and their g
 at a time, during the forward. That is possible because the loss is a plain sum over slots, and every slot's share is
 known beforehand (`counts`).
 
-Legend: N blocks, S slots (block_size - 1), P slots with KL, D hidden, V vocabulary, R rank of the Markov head.
+Legend: N blocks, S slots that predict, P slots with KL, D hidden, V vocabulary, R rank of the Markov head.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ STATE_LIMIT, LOGIT_LIMIT = 1e15, 1e30
 
 class LossOutput(NamedTuple):
     """Attributes:
-    loss (`torch.Tensor`, scalar): the share of these blocks in `CE + alpha * KL`; carries the gradient.
+    loss (`torch.Tensor`, scalar): the share of these blocks in the loss; carries the gradient.
     ce (`(N, S)`), kl (`(N, P)`): by slot, unweighted, 0 where a slot has no label.
     correct (`(N, S)`, bool): the most likely token is the label.
     overlap (`(N, S)`, or None): with `verifier_hidden`, the probability `sum min(p, q)` that a sampled draft is
@@ -53,14 +53,16 @@ def drafter_loss(
     markov_states: torch.Tensor | None = None,
     markov_w2: torch.Tensor | None = None,
     verifier_hidden: torch.Tensor | None = None,
+    l1: float = 0.0,
 ) -> LossOutput:
-    """`CE + alpha * KL` with exact denominators.
+    """`(1 - l1) * CE + l1 * L1 + alpha * KL` with exact denominators.
 
     `CE = sum w_k ce / sum w_k counts_k` and `KL = T^2 / P * sum_k (sum kl_k / counts_k)`, the teacher first:
-    `KL(p_k || q_k)`, both softened by `T`. Finite, with a finite gradient, for any finite input.
+    `KL(p_k || q_k)`, both softened by `T`. `L1` has the weights of `CE`, and the distance `sum |p - q|` of the
+    probabilities of drafter and verifier. Finite, with a finite gradient, for any finite input.
 
     Args:
-        hidden (`(N, S, D)`): the drafter's output for slots 1..S.
+        hidden (`(N, S, D)`): the drafter's output for the slots that predict.
         labels (`(N, S)`): -100 where a slot has no label.
         lm_head (`(V, D)`): the target's, frozen.
         teacher_hidden (`(N, P, D)`): normed states of the target that predict the same tokens as the first P slots.
@@ -71,7 +73,8 @@ def drafter_loss(
         markov_states (`(N, S, R)`, *optional*), markov_w2 (`(V, R)`): a Markov head's, whose bias both terms see; they
             get gradients too.
         verifier_hidden (`(N, S, D)`, *optional*): normed states of the target that predict the same tokens as all
-            slots, for `overlap`.
+            slots, for `overlap` and `l1`.
+        l1: the share of the cross-entropy that the distance takes (DSpark, arXiv 2607.05147: 0.9).
     """
     num_slots, num_kl_slots = labels.shape[1], teacher_hidden.shape[1]
     if counts is None:
@@ -90,7 +93,8 @@ def drafter_loss(
         lm_head=lm_head,
         teacher_hidden=teacher_hidden,
         verifier_hidden=verifier_hidden,
-        ce_scale=ce_scale,
+        ce_scale=(1 - l1) * ce_scale,
+        l1_scale=l1 * ce_scale if l1 else None,
         kl_scale=kl_scale,
         temperature=temperature,
         blocks_per_chunk=max(1, chunk_size // num_slots),
@@ -129,6 +133,7 @@ class _Fixed(NamedTuple):
     teacher_hidden: torch.Tensor
     verifier_hidden: torch.Tensor | None
     ce_scale: torch.Tensor  # (S,): what one slot's cross-entropy counts in the loss
+    l1_scale: torch.Tensor | None  # (S,): what one slot's distance counts
     kl_scale: torch.Tensor  # (P,): what one slot's KL counts
     temperature: float
     blocks_per_chunk: int
@@ -175,20 +180,27 @@ class _HeadLoss(torch.autograd.Function):
             ce[rows] = (highest + total.log() - logits.gather(-1, target)[..., 0]) * valid
             correct[rows] = (choice == target[..., 0]) & valid
             if overlap is not None:
-                p = _logits(fixed.verifier_hidden[rows], lm_head).softmax(-1)
-                overlap[rows] = torch.minimum(p, softmax / total.unsqueeze(-1)).sum(-1) * valid
+                verifier = _logits(fixed.verifier_hidden[rows], lm_head).softmax(-1)
+                overlap[rows] = torch.minimum(verifier, softmax / total.unsqueeze(-1)).sum(-1) * valid
             # 3. KL(p || q) of the first P slots, both softened
             if P:
                 log_p = (_logits(fixed.teacher_hidden[rows], lm_head) / temperature).log_softmax(-1)
                 log_q = (logits[:, :P] / temperature).log_softmax(-1)
                 p = log_p.exp()
                 kl[rows] = (log_p.sub_(log_q).mul_(p)).sum(-1) * valid[:, :P]
-            # 4. The gradient: q - one_hot(label) of the cross-entropy and (q - p) / T of the KL, by logits, then by
-            # what the logits came from
+            # 4. The gradient: q - one_hot(label) of the cross-entropy, (q - p) / T of the KL, and the distance's, by
+            # logits, then by what the logits came from
             if fixed.needs_grad:
                 grad_logits = softmax.div_(total.unsqueeze(-1))
+                if fixed.l1_scale is not None:
+                    # L1 is 2 (1 - overlap), and the overlap grows with q where q is below p
+                    pulled = grad_logits * (grad_logits < verifier)
+                    grad_l1 = 2 * (grad_logits * pulled.sum(-1, keepdim=True) - pulled)
+                    grad_l1 *= (fixed.l1_scale * valid).unsqueeze(-1)
                 grad_logits.scatter_add_(-1, target, -torch.ones_like(target, dtype=logits.dtype))
                 grad_logits *= (fixed.ce_scale * valid).unsqueeze(-1)
+                if fixed.l1_scale is not None:
+                    grad_logits += grad_l1
                 if P:
                     scale = (fixed.kl_scale / temperature * valid[:, :P]).unsqueeze(-1)
                     grad_logits[:, :P] += log_q.exp_().sub_(p).mul_(scale)
@@ -198,6 +210,8 @@ class _HeadLoss(torch.autograd.Function):
                     grad_states[rows] = grad_logits @ w2
                     grad_w2 += grad_logits.flatten(0, 1).T @ markov_states[rows].to(lm_head.dtype).flatten(0, 1)
         loss = (ce * fixed.ce_scale).sum() + (kl * fixed.kl_scale[:P]).sum()
+        if fixed.l1_scale is not None:
+            loss += (2 * (1 - overlap) * (labels != -100) * fixed.l1_scale).sum()
         ctx.save_for_backward(grad, grad_states, grad_w2)
         ctx.mark_non_differentiable(ce, kl, correct, *([] if overlap is None else [overlap]))
         return loss, ce, kl, correct, overlap

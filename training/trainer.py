@@ -4,8 +4,8 @@ This file adds what the library cannot know. Denominators are counted over the w
 processes before its first forward, so gradients do not depend on how a batch is split. Anchors come from seed, step
 and sample, so a resumed run draws what the uninterrupted one would have drawn.
 
-Legend: B batch, T sequence, A anchors, K block (anchor included), S slots (K - 1), P slots with KL, D hidden; of the
-packed batch, N blocks and C context positions.
+Legend: B batch, T sequence, A anchors, K block (anchor included), S slots that predict (of a HyperDFlash drafter all
+but the anchor's), P slots with KL, D hidden; of the packed batch, N blocks and C context positions.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ from .blocks import (
 from .data import read_lengths
 from .dataset import EpochSampler, SampleDataset, collate
 from .feature_cache import CachedFeatures
-from .losses import confidence_loss, drafter_loss
+from .losses import LossOutput, confidence_loss, drafter_loss
 from .metrics import slot_sums, summarize
 from .progress import StepLog
 from .run_folder import STATE_FILE
@@ -121,7 +121,9 @@ class HyperDFlashTrainer(EpochTrainer):
         # The logits' matrix products: most of a small drafter's step
         self.lm_head = self.head.lm_head if has_bf16(args.device) else self.head.lm_head.float()
         self.drafter_config = self._drafter.config
-        self.num_kl_slots = min(args.kl_num_slots, self.drafter_config.block_size - 1)
+        self.noise_ids = self._drafter.new_noise_ids("cpu")[0]  # (K,)
+        self.num_slots = self._drafter.max_drafts
+        self.num_kl_slots = min(args.kl_num_slots, self.num_slots)
         # Training takes packed batches
         self._drafter.set_attn_implementation(
             ATTENTIONS[args.attention or ("flex_attention" if args.device.type == "cuda" else "eager")]
@@ -164,7 +166,7 @@ class HyperDFlashTrainer(EpochTrainer):
             return batches, self.accelerator.reduce(_move(counts, device), "sum")
 
     def _add_blocks(self, batch: dict, step: int) -> dict:
-        config, args = self.drafter_config, self.args
+        args = self.args
         # On the CPU, whose generator draws the same anchors whatever device trains
         rows = batch["on_cpu"]
         seeds = [anchor_seed(args.seed, step, sample_id) for sample_id in rows.sample_ids]
@@ -172,10 +174,11 @@ class HyperDFlashTrainer(EpochTrainer):
             rows.input_ids,
             rows.loss_mask,
             draw_anchors(rows.loss_mask, args.num_anchors, seeds),
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
+            block_size=len(self.noise_ids),
+            mask_token_id=int(self.noise_ids[-1]),
+            num_labels=self.num_slots,
         )
-        packed = pack(blocks, FLEX_BLOCK if config._attn_implementation == "flex_attention" else 1)
+        packed = pack(blocks, FLEX_BLOCK if self.drafter_config._attn_implementation == "flex_attention" else 1)
         # As a dict: `_prepare_inputs` moves the tensors of dicts to the device, not those of a dataclass
         return {**batch, "blocks": vars(packed)}
 
@@ -194,7 +197,7 @@ class HyperDFlashTrainer(EpochTrainer):
         """
         args = self.args
         packed = PackedBlocks(**inputs["blocks"])
-        N, K = sum(packed.num_anchors), self.drafter_config.block_size  # without padding
+        N = sum(packed.num_anchors)  # without padding
         labels = packed.labels[:N]  # (N, S)
         with self._timed("target"):
             # Online features come from the target's device, which may be another one
@@ -204,12 +207,15 @@ class HyperDFlashTrainer(EpochTrainer):
             # The confidence head estimates acceptance by the target itself, so it learns from hc_head whatever the
             # teacher of the KL term is
             verifier = None
-            if self.drafter_config.draft_confidence:
-                verifier = self._teacher(residual, packed, N, K - 1, "hc_head")
-        drafted = self._draft(model, features.context_hidden_states, packed)
-        # (N, S, ...): slot 0 is the anchor, whose output predicts nothing
-        slots = {name: x.view(-1, K, x.shape[-1])[:N, 1:] for name, x in drafted.items() if name in _BY_SLOT}
-        markov_head = self._drafter.markov_head
+            if self._drafter.confidence_head is not None:
+                verifier = self._teacher(residual, packed, N, self.num_slots, "hc_head")
+        drafted = self._draft(model, packed, **self._inputs(features.context_hidden_states, packed))
+        # (N, S, ...): the anchor's slot, which is the first, may predict nothing
+        slots = {
+            name: x.view(len(packed.labels), -1, x.shape[-1])[:N, -self.num_slots :]
+            for name, x in drafted.items()
+            if name in _BY_SLOT
+        }
         with self._timed("loss"):
             output = drafter_loss(
                 slots["last_hidden_state"],
@@ -222,15 +228,15 @@ class HyperDFlashTrainer(EpochTrainer):
                 counts=num_items_in_batch,
                 chunk_size=args.loss_chunk_size,
                 markov_states=slots.get("markov_states"),
-                markov_w2=None if markov_head is None else markov_head.markov_w2,
                 verifier_hidden=verifier,
+                **self._loss_options(),
             )
             sums = slot_sums(output, labels, packed.samples[:N], len(inputs["input_ids"]))  # (B, 6, S)
             loss = output.loss
             if "confidence_logits" in slots:
                 # Evaluation has no counts of a window, and does not use this loss
-                counts = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch.sum()
-                confidence = confidence_loss(slots["confidence_logits"], output, labels, counts)
+                counts = (labels != -100).sum(0) if num_items_in_batch is None else num_items_in_batch
+                confidence = self._confidence_loss(slots["confidence_logits"], output, labels, counts)
                 loss = loss + (confidence - confidence.detach())  # adds a gradient, but nothing to the reported loss
         self._losses.append((loss.detach(), inputs["on_cpu"].sample_ids))
         # Evaluations run inside a window and must not enter its figures
@@ -252,16 +258,35 @@ class HyperDFlashTrainer(EpochTrainer):
                     "features, or lower the learning rate"
                 )
 
-    def _draft(self, model: torch.nn.Module, context: torch.Tensor, packed: PackedBlocks) -> ModelOutput:
-        """The drafter's output for all blocks, its tensors `(1, N * K, ...)`."""
+    def _inputs(self, context: torch.Tensor, packed: PackedBlocks) -> dict[str, torch.Tensor]:
+        """Of all blocks; the context comes as `(B, T, m, L * D)`."""
         positions = packed.position_ids[0, : len(packed.context_samples)]  # (C,)
+        return {
+            "noise_embeds": self.head.embed(packed.input_ids).float(),  # (1, N * K, D)
+            "context_hidden_states": context[packed.context_samples.clamp(min=0), positions][None].float(),
+            "position_ids": packed.position_ids,
+        }
+
+    # The three that differ for another drafter: its forward, and the losses of its heads
+
+    def _draft(self, model: torch.nn.Module, packed: PackedBlocks, **inputs: torch.Tensor) -> ModelOutput:
+        """The drafter's output for all blocks, its tensors `(1, N * K, ...)`."""
         return model(
-            noise_embeds=self.head.embed(packed.input_ids).float(),  # (1, N * K, D)
-            context_hidden_states=context[packed.context_samples.clamp(min=0), positions][None],  # (1, C, m, L * D)
+            **inputs,
             attention_mask=packed_masks(packed, self.drafter_config),
-            position_ids=packed.position_ids,
             previous_ids=previous_ids(packed) if self.drafter_config.draft_head == "markov" else None,
         )
+
+    def _loss_options(self) -> dict:
+        """More arguments of `drafter_loss`."""
+        markov_head = self._drafter.markov_head
+        return {"markov_w2": None if markov_head is None else markov_head.markov_w2}
+
+    def _confidence_loss(
+        self, logits: torch.Tensor, output: LossOutput, labels: torch.LongTensor, counts: torch.Tensor
+    ) -> torch.Tensor:
+        """Of the confidence head's logits `(N, S, ...)`; `counts` `(S,)` are the window's."""
+        return confidence_loss(logits, output, labels, counts.sum())
 
     def _teacher(
         self, residual: torch.Tensor, packed: PackedBlocks, num_blocks: int, num_slots: int, kind: str
@@ -300,9 +325,8 @@ class HyperDFlashTrainer(EpochTrainer):
     # ------------------------------------------------------------------------------------------------------- logging
 
     def _start_window(self) -> None:
-        slots = self.drafter_config.block_size - 1
         # In fp64, as `slot_sums`: fp32 cannot count by ones above 2**24 slots
-        self._window_sums = torch.zeros(6, slots, dtype=torch.float64, device=self.args.device)
+        self._window_sums = torch.zeros(6, self.num_slots, dtype=torch.float64, device=self.args.device)
         self._window_tokens, self._window_empty, self._window_start = 0, 0, time.perf_counter()
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, TrainerControl, TrainingArguments, set_seed
 from transformers.utils import logging
 
@@ -31,7 +31,15 @@ RECIPE = "training/recipes/tiny_headline.yaml"
 LEARNING_RATE = 1e-3
 
 
-class MTPTrainer(EpochTrainer):
+class NativeWeights:
+    """A trainer of a module of `mtp.*` that reads a checkpoint's weights by itself, and all of them: the library reads
+    `config.json` as that of any model, to which V4's kinds of layers are unknown."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        (model or self.model).load_state_dict(load_file(Path(resume_from_checkpoint) / "model.safetensors"))
+
+
+class MTPTrainer(NativeWeights, EpochTrainer):
     """Cross-entropy of the token after the next one; evaluation is real decoding with six drafts.
 
     Args:
