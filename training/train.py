@@ -295,7 +295,9 @@ def with_lora(drafter: HyperDFlashModel, options: dict, seed: int = 0) -> "PeftM
         return get_peft_model(drafter, config)
 
 
-def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlashTrainer:
+def make_trainer(
+    args: HyperDFlashTrainingArguments, parts: Parts, kind: type[HyperDFlashTrainer] = HyperDFlashTrainer
+) -> HyperDFlashTrainer:
     """Raises `ValueError` for a number of processes, or a kind of shards, that the trainer cannot work with."""
     # The library would use DataParallel, and average over GPUs what the loss counts by processes
     if args.n_gpu > 1:
@@ -303,7 +305,7 @@ def make_trainer(args: HyperDFlashTrainingArguments, parts: Parts) -> HyperDFlas
             f"one process for {args.n_gpu} GPUs: start one per GPU with `accelerate launch -m hyperdflash train ...`,"
             " or choose one with CUDA_VISIBLE_DEVICES"
         )
-    trainer = HyperDFlashTrainer(
+    trainer = kind(
         parts.model,
         args,
         features=parts.features,

@@ -36,14 +36,8 @@ from hyperdflash.training import features
 from hyperdflash.training.arguments import RecipeError, load_recipe, recipe_values
 from hyperdflash.training.blocks import PackedBlocks, SampleMasks, attend_by_sample, previous_ids
 from hyperdflash.training.losses import LossOutput, slot_weights
-from hyperdflash.training.run_folder import (
-    FINAL,
-    check_run_folder,
-    list_checkpoints,
-    resume_point,
-    write_run_files,
-)
-from hyperdflash.training.train import Parts, prepare, run_steps
+from hyperdflash.training.run_folder import FINAL, check_run_folder, list_checkpoints, resume_point, write_run_files
+from hyperdflash.training.train import make_trainer, prepare, run_steps
 from hyperdflash.training.trainer import HyperDFlashTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "make"))
@@ -114,20 +108,8 @@ def complete(overrides: list[str]) -> list[str]:
         raise RecipeError(
             f"a DSpark module's attention has sinks, which 'eager' knows alone; got {recipe.attention!r}"
         )
-    return ["kl_alpha=0", "resume_from_checkpoint=true", *overrides, f"drafter={json.dumps(drafter)}"]
-
-
-def make_trainer(args, parts: Parts) -> DSparkTrainer:
-    """Of a recipe's parts, whose drafter becomes a new module."""
-    parts.drafter = parts.model = new_module(parts.drafter.config, parts.features.head.config, args.seed)
-    return DSparkTrainer(
-        parts.model,
-        args,
-        features=parts.features,
-        train_dataset=parts.train_dataset,
-        eval_dataset=parts.eval_dataset,
-        target=parts.target,
-    )
+    settings = ["kl_alpha=0", "attention=eager", "resume_from_checkpoint=true"]
+    return [*settings, *overrides, f"drafter={json.dumps(drafter)}"]
 
 
 def train(overrides: list[str]) -> Path:
@@ -139,7 +121,8 @@ def train(overrides: list[str]) -> Path:
     if args.features == "offline":
         features.run(argparse.Namespace(recipe=RECIPE, overrides=overrides, verify=False))
     parts = prepare(args)
-    trainer = make_trainer(args, parts)
+    parts.drafter = parts.model = new_module(parts.drafter.config, parts.features.head.config, args.seed)
+    trainer = make_trainer(args, parts, DSparkTrainer)
     parts.facts["num_parameters"] = parts.facts["num_trainable_parameters"] = parts.drafter.num_parameters()
     parts.facts["fixed"]["drafter"] = {"kind": "dspark", **args.drafter}  # no other drafter's run is resumed
     checkpoint = resume_point(args, parts.facts)
