@@ -1,5 +1,6 @@
 """How the tiny target is made: the start of its residual paths, its training step, its text and its criteria."""
 
+import copy
 import json
 import sys
 
@@ -8,13 +9,14 @@ import pytest
 import torch
 from tiny_v4 import random_ids, tiny_target
 from torch.nn import functional as F
-from transformers import TrainingArguments
+from transformers import DeepseekV4ForCausalLM, TrainingArguments
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
 
 from hyperdflash.generation.demo import TINY
 
 sys.path.insert(0, str(TINY / "make"))
 import criteria  # noqa: E402
+import muon  # noqa: E402
 import post_train  # noqa: E402
 import speed  # noqa: E402
 from target_config import start_hyper_connections  # noqa: E402
@@ -49,6 +51,56 @@ def test_the_start_of_hyper_connections_does_not_decay(tmp_path):
     names = TargetTrainer(model=target, args=args).get_decay_parameter_names(target)
     assert "model.layers.0.self_attn.q_a_proj.weight" in names
     assert not [name for name in names if "_hc." in name or "hc_head" in name]
+
+
+def test_muon_takes_the_matrices_of_the_layers_and_adamw_the_rest(tmp_path):
+    target = tiny_target(hc_mult=4)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", weight_decay=0.1)
+    optimizer = TargetTrainer(model=target, args=args).create_optimizer()
+    names = {id(parameter): name for name, parameter in target.named_parameters()}
+    groups = [{names[id(parameter)] for parameter in group["params"]} for group in optimizer.param_groups]
+    assert sum(map(len, groups)) == len(names)
+    of_muon, decayed, others = groups
+    assert {"model.layers.0.self_attn.q_a_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"} <= of_muon
+    assert {"model.embed_tokens.weight", "lm_head.weight", "model.layers.2.mlp.gate.weight"} <= decayed
+    assert {"model.layers.0.attn_hc.fn", "model.norm.weight", "model.hc_head.hc_fn"} <= others
+
+
+def test_a_step_of_muon_is_orthogonal_whatever_the_gradient_and_resumes(tmp_path):
+    torch.manual_seed(0)
+    layer = torch.nn.ParameterDict({"experts": torch.randn(3, 8, 12), "q": torch.randn(8, 12), "norm": torch.randn(8)})
+    before = {name: value.detach().clone() for name, value in layer.items()}
+
+    def optimizer_of(model):
+        return muon.make_optimizer(model, ["experts", "q"], learning_rate=0.1, weight_decay=0.0)
+
+    optimizer = optimizer_of(layer)
+    for name, value in layer.items():
+        value.grad = torch.randn_like(value) * {"experts": 1e-4, "q": 1e3, "norm": 1.0}[name]
+    optimizer.step()
+    for name in ("experts", "q"):
+        values = torch.linalg.svdvals((layer[name] - before[name]).detach() / (0.3 * 0.2 * 12**0.5))
+        assert float(values.min()) > 0.6
+        assert float(values.max()) < 1.3
+    torch.testing.assert_close((layer["norm"] - before["norm"]).abs(), torch.full((8,), 0.1))
+    again = copy.deepcopy(layer)
+    resumed = optimizer_of(again)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, its in ((layer, optimizer), (again, resumed)):
+        for value, grad in zip(model.values(), (g.grad for g in layer.values()), strict=True):
+            value.grad = grad.clone()
+        its.step()
+    for one, other in zip(layer.values(), again.values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_sharpened_target_gives_at_temperature_1_what_it_gave_below(tmp_path):
+    target, ids = tiny_target(hc_mult=4), random_ids(9)
+    target.save_pretrained(tmp_path / "before")
+    post_train.sharpen(tmp_path / "before", tmp_path / "after", temperature=0.4)
+    sharp = DeepseekV4ForCausalLM.from_pretrained(tmp_path / "after").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(sharp(ids).logits, target(ids).logits / 0.4)
 
 
 def test_fast_hyper_connections_compute_what_the_library_does():

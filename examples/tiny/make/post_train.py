@@ -1,13 +1,13 @@
-"""Post-training: the tiny target learns from its own answers, drawn at a lower temperature, until it is sure of them.
+"""Post-training: the tiny target becomes sure of its words, and learns from its own good answers.
 
     python examples/tiny/make/post_train.py        # from build/pretrained to target/; goes on where it was stopped
 
-This is what instruction tuning and reinforcement learning do to real models: half of a reasoning model's tokens have
-under 0.01 nats (arXiv 2506.01939), where a freshly pretrained tiny one has two and more. A round answers training
-prompts at `TEMPERATURE` (`hyperdflash data regenerate`), leaves out answers that repeat themselves or do not end,
-trains target and MTP module on the others, and measures `criteria.py`; rounds go on until the criteria hold, at most
-`--rounds` of them. Answers that do not end must go: with them, two rounds took the share of greedy code answers that
-end from 30% to 3%; one round without them, to all. `--original 1` adds as many original answers, which slows it all.
+Instruction tuning and reinforcement learning do both to real models: half of a reasoning model's tokens have under
+0.01 nats (arXiv 2506.01939), where a freshly pretrained tiny one has two and more. First the LM head is multiplied by
+1 / `TEMPERATURE`, which is where training on endless answers drawn at that temperature would end. Training on a few
+hundred instead, twice, left one answer for half of the prompts. Then a round answers training prompts
+(`hyperdflash data regenerate`), leaves out answers that repeat themselves or do not end, trains target and MTP module
+on the others, and measures `criteria.py`; rounds go on until the criteria hold, at least one and at most `--rounds`.
 
 `build/post/round-N/` keeps a round's answers, checkpoint and report. The last round's target goes to `--target`,
 with `target_report.json`: its criteria, those of every round, and the held-out perplexity before post-training.
@@ -18,29 +18,37 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from batching import DOMAINS, MAX_LENGTH
 from criteria import LIMITS, NEW_TOKENS, measure, repeated
+from safetensors.torch import load_file, save_file
 from speed import fast_hyper_connections
 from train_target import TargetTrainer, TargetWithMTP, load, save
 from transformers import AutoTokenizer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hyperdflash import encode_with_mask
-from hyperdflash.common.files import write_atomically
+from hyperdflash.common.files import write_atomically, written_whole
 from hyperdflash.training.regenerate import regenerate
 from hyperdflash.training.writers import Sampling, TargetWriter
 
 TINY = Path(__file__).resolve().parents[1]
-TEMPERATURE = 0.4
+TEMPERATURE = 0.4  # at which the pretrained target's own text has about as much entropy as the criteria allow
 MOST_REPEATED = 0.25  # of the 4-grams of an answer; 1.3% of the training answers have more
 
 
-def answer_prompts(folder: Path, out: Path, prompts: Path, number: int, per_domain: int, temperature: float) -> None:
+def sharpen(before: Path, after: Path, temperature: float) -> None:
+    """The target in `before` with a head that gives at temperature 1 what its own gives at `temperature`."""
+    shutil.copytree(before, after, dirs_exist_ok=True)
+    file = after / "model.safetensors"
+    tensors = load_file(file)
+    tensors["head.weight"] = tensors["head.weight"] / temperature
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def answer_prompts(folder: Path, out: Path, prompts: Path, number: int, per_domain: int) -> None:
     """Let the target in `folder` answer the round's training prompts: `out/answers-{domain}.jsonl`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     for domain in DOMAINS:
@@ -49,7 +57,7 @@ def answer_prompts(folder: Path, out: Path, prompts: Path, number: int, per_doma
         chosen = [lines[i % len(lines)] for i in range(first, first + per_domain)]
         questions = out / f"prompts-{domain}.jsonl"
         questions.write_text("".join(chosen), encoding="utf-8")
-        sampling = Sampling(NEW_TOKENS[domain], temperature, seed=number)
+        sampling = Sampling(NEW_TOKENS[domain], temperature=1.0, seed=number)
         writer = TargetWriter(str(folder), batch_size=128, dtype="float32")
         print(regenerate([str(questions)], out / f"answers-{domain}.jsonl", writer, tokenizer, sampling=sampling))
 
@@ -74,13 +82,6 @@ def read_answers(file: Path) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for ids, mask, worst in found.values():
         if worst <= MOST_REPEATED:
             yield np.array(ids[:MAX_LENGTH]), mask[:MAX_LENGTH]
-
-
-def read_originals(file: Path, tokenizer, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and mask of the file's first `count` conversations with the answers that people or programs wrote."""
-    for line in islice(file.open(encoding="utf-8"), count):
-        ids, mask = encode_with_mask(json.loads(line)["messages"], tokenizer)
-        yield np.array(ids[:MAX_LENGTH]), np.array(mask[:MAX_LENGTH], dtype=bool)
 
 
 def make_batches(rows: list[tuple[np.ndarray, np.ndarray]], tokens_per_batch: int, seed: int) -> list[list]:
@@ -109,12 +110,9 @@ def pad(batch: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[s
 
 
 def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int, tokenizer) -> dict:
-    """One pass over the round's answers and `args.original` times as many original ones; only answers are learnt."""
-    rows, pad_token_id = [], tokenizer.pad_token_id
-    for domain in DOMAINS:
-        answers = list(read_answers(out / f"answers-{domain}.jsonl"))
-        count = round(args.original * len(answers))
-        rows += [*answers, *read_originals(out / f"prompts-{domain}.jsonl", tokenizer, count)]
+    """One pass over the round's answers; only they are learnt."""
+    pad_token_id = tokenizer.pad_token_id
+    rows = [row for domain in DOMAINS for row in read_answers(out / f"answers-{domain}.jsonl")]
     batches = make_batches(rows, args.tokens_per_batch, seed=number)
     trainer = TargetTrainer(
         model=model,
@@ -124,7 +122,6 @@ def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int
             num_train_epochs=args.epochs,
             per_device_train_batch_size=1,
             learning_rate=args.learning_rate,
-            adam_beta2=0.95,
             weight_decay=0.1,
             lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": 0.2},
@@ -160,7 +157,7 @@ def run_round(number: int, before: Path, out: Path, model: TargetWithMTP, args: 
         return json.loads(report.read_text())
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, start = AutoTokenizer.from_pretrained(before), time.time()
-    answer_prompts(before, out, args.build / "prompts", number, args.answers, args.temperature)
+    answer_prompts(before, out, args.build / "prompts", number, args.answers)
     answered = time.time()
     load(model, before)
     training = train(model, out, args, number, tokenizer)
@@ -169,7 +166,7 @@ def run_round(number: int, before: Path, out: Path, model: TargetWithMTP, args: 
     trained = time.time()
     figures = measure(out / "target", args.build / "prompts")
     seconds = {"answering": answered - start, "training": trained - answered, "measuring": time.time() - trained}
-    training |= {"temperature": args.temperature, "seconds": {name: round(value) for name, value in seconds.items()}}
+    training |= {"seconds": {name: round(value) for name, value in seconds.items()}}
     write_atomically(report, (json.dumps(figures | {"training": training}, indent=1) + "\n").encode())
     shutil.rmtree(out / "training")
     return json.loads(report.read_text())
@@ -183,9 +180,8 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=400, help="per domain and round")
     parser.add_argument("--epochs", type=float, default=1)
     parser.add_argument("--temperature", type=float, default=TEMPERATURE)
-    parser.add_argument("--original", type=float, default=0.0, help="original answers for each of the target's own")
     parser.add_argument("--tokens-per-batch", type=int, default=1024)
-    parser.add_argument("--learning-rate", type=float, default=1.5e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     args = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -198,8 +194,13 @@ def main() -> None:
         first.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(first, json.dumps(measure(folder, args.build / "prompts"), indent=1).encode())
     rounds = [json.loads(first.read_text())]
+    sharpened = args.build / "post" / "sharpened"
+    if not sharpened.is_dir():
+        with written_whole(sharpened) as out:
+            sharpen(folder, out, args.temperature)
+    folder = sharpened
     for number in range(1, args.rounds + 1):
-        if all(rounds[-1]["met"].values()):
+        if number > 1 and all(rounds[-1]["met"].values()):
             break
         out = args.build / "post" / f"round-{number}"
         rounds.append(run_round(number, folder, out, model, args))
@@ -210,6 +211,7 @@ def main() -> None:
     shutil.copytree(folder, args.target, dirs_exist_ok=True)
     pretraining = json.loads((args.build / "pretrained" / "target_report.json").read_text())
     report = {"criteria": {k: v for k, v in rounds[-1].items() if k != "training"}, "rounds": table}
+    report["temperature"] = args.temperature
     report["pretraining"] = pretraining
     (args.target / "target_report.json").write_text(json.dumps(report, indent=2) + "\n")
 

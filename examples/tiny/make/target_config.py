@@ -9,7 +9,7 @@ from torch import nn
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
 
-VOCAB_SIZE = 4096
+VOCAB_SIZE = 2048
 
 
 def config(vocab_size: int = VOCAB_SIZE) -> DeepseekV4Config:
@@ -18,22 +18,22 @@ def config(vocab_size: int = VOCAB_SIZE) -> DeepseekV4Config:
     loss of its own could train, never chooses."""
     return DeepseekV4Config(
         vocab_size=vocab_size,
-        hidden_size=160,
-        moe_intermediate_size=72,
+        hidden_size=128,
+        moe_intermediate_size=48,
         num_hidden_layers=12,
         num_attention_heads=4,
-        head_dim=48,
-        q_lora_rank=80,
-        partial_rotary_factor=0.5,
+        head_dim=64,
+        q_lora_rank=64,
+        partial_rotary_factor=0.25,
         num_experts_per_tok=2,
-        n_routed_experts=6,
+        n_routed_experts=4,
         layer_types=["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 5,
         compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
         num_hash_layers=2,
         sliding_window=64,
         hc_mult=4,
         o_groups=2,
-        o_lora_rank=64,
+        o_lora_rank=48,
         index_n_heads=4,
         index_head_dim=32,
         index_topk=512,

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from batching import DOMAINS, load_documents, make_batches, pad
+from muon import make_optimizer
 from safetensors.torch import load_file, save_file
 from speed import fast_hyper_connections, head_loss
 from target_config import config, fill_hash_tables, start_hyper_connections
@@ -74,6 +75,13 @@ class TargetTrainer(Trainer):
     def get_decay_parameter_names(self, model) -> list[str]:
         return [name for name in super().get_decay_parameter_names(model) if "hc" not in re.split(r"[._]", name)]
 
+    def create_optimizer(self, model=None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            model = self.model if model is None else model
+            decayed = self.get_decay_parameter_names(model)
+            self.optimizer = make_optimizer(model, decayed, self.args.learning_rate, self.args.weight_decay)
+        return self.optimizer
+
 
 @torch.no_grad()
 def evaluate(model: TargetWithMTP, build: Path, pad_token_id: int) -> dict:
@@ -126,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", type=Path, default=TINY / "build")
     parser.add_argument("--tokenizer", type=Path, default=TINY / "target")
-    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--tokens-per-batch", type=int, default=2048, help="per process")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     args = parser.parse_args()
@@ -150,7 +158,6 @@ def main() -> None:
             max_steps=args.steps,
             per_device_train_batch_size=1,
             learning_rate=args.learning_rate,
-            adam_beta2=0.95,
             weight_decay=0.1,
             lr_scheduler_type="cosine_with_min_lr",
             lr_scheduler_kwargs={"min_lr_rate": 0.05},
