@@ -3,7 +3,7 @@
     python examples/tiny/make/tokenizer.py                        # trains the tokenizer, then packs the corpus
     python examples/tiny/make/tokenizer.py --pack-only            # packs with the tokenizer that is there
 
-Run `examples/tiny/make/corpus.py` first. The tokenizer is a byte-level BPE of 4,096 entries with DeepSeek-V4's control
+Run `examples/tiny/make/corpus.py` first. The tokenizer is a byte-level BPE of 2,048 entries with DeepSeek-V4's control
 tokens under the same names and, where V4's ids fit, the same ids; there is no chat template, since V4's encoding is
 code (`encoding_deepseek_v4.py`). It goes to `examples/tiny/target`, for `AutoTokenizer.from_pretrained`.
 
