@@ -35,7 +35,7 @@ from hyperdflash.training.regenerate import regenerate
 from hyperdflash.training.writers import Sampling, TargetWriter
 
 TINY = Path(__file__).resolve().parents[1]
-TEMPERATURE = 0.4  # at which the pretrained target's own text has about as much entropy as the criteria allow
+TEMPERATURE = 0.55  # at which the pretrained target's own text has about as much entropy as the criteria allow
 MOST_REPEATED = 0.25  # of the 4-grams of an answer; 1.3% of the training answers have more
 
 
