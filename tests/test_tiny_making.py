@@ -3,6 +3,7 @@
 import copy
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -173,3 +174,11 @@ def test_post_training_learns_all_answers_of_a_conversation_once_and_none_that_r
     assert mask.tolist() == [False, False, True, True, False, True]
     batch = post_train.pad([(ids, mask), (np.array([4]), np.array([True]))], pad_token_id=0)
     assert batch["labels"].tolist() == [[-100, -100, 1, 2, -100, 3], [4] + [-100] * 5]
+
+
+def test_a_round_without_a_good_answer_says_so(tmp_path):
+    cut = {"source": "a:1#1", "input_ids": [9, 8, 1], "loss_mask": [0, 0, 1], "finish_reason": "length"}
+    for domain in post_train.DOMAINS:
+        (tmp_path / f"answers-{domain}.jsonl").write_text(json.dumps(cut) + "\n")
+    with pytest.raises(ValueError, match="every answer repeats itself or was cut: train the target longer"):
+        post_train.train(None, tmp_path, None, 1, SimpleNamespace(pad_token_id=0))

@@ -110,9 +110,11 @@ def pad(batch: list[tuple[np.ndarray, np.ndarray]], pad_token_id: int) -> dict[s
 
 
 def train(model: TargetWithMTP, out: Path, args: argparse.Namespace, number: int, tokenizer) -> dict:
-    """One pass over the round's answers; only they are learnt."""
+    """One pass over the round's answers; only they are learnt. Raises `ValueError` where none is good."""
     pad_token_id = tokenizer.pad_token_id
     rows = [row for domain in DOMAINS for row in read_answers(out / f"answers-{domain}.jsonl")]
+    if not rows:
+        raise ValueError(f"{out}: every answer repeats itself or was cut: train the target longer (train_target.py)")
     batches = make_batches(rows, args.tokens_per_batch, seed=number)
     trainer = TargetTrainer(
         model=model,
