@@ -5,15 +5,20 @@ process of pytest does it once, isolated (`python -I`), and forks for each scrip
 tested, use `subprocess`.
 """
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+
+# As `python -m hyperdflash` runs it
+COMMAND_LINE = "import sys\nfrom hyperdflash.__main__ import main\nraise SystemExit(main(sys.argv[1:]))"
 
 SERVER = """
 import json, os, signal, sys, traceback, types
@@ -54,11 +59,17 @@ for line in sys.stdin:
 """
 
 
+def hugging_face(home: Path) -> dict[str, str]:
+    return {"HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+
+
 @functools.cache
 def server() -> tuple[subprocess.Popen, Path]:
     """The server, and the link that it takes for the Hugging Face home: the libraries read that path at import."""
-    home = Path(tempfile.mkdtemp(prefix="fresh-")) / "home"
-    environment = {**os.environ, "HF_HOME": str(home / "hf"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    folder = tempfile.mkdtemp(prefix="fresh-")
+    atexit.register(shutil.rmtree, folder)
+    home = Path(folder) / "home"
+    environment = os.environ | hugging_face(home)
     for name in ("HF_HUB_CACHE", "HF_MODULES_CACHE", "TRANSFORMERS_CACHE"):
         environment.pop(name, None)
     command = [sys.executable, "-I", "-c", SERVER]
@@ -77,7 +88,8 @@ def run_together(scripts: list[dict], home: Path) -> list[str]:
     link.unlink(missing_ok=True)
     home.mkdir(parents=True, exist_ok=True)
     link.symlink_to(home)
-    basis = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1"}
+    # What Hugging Face's libraries read at import is for processes that a script starts
+    basis = {"PATH": os.environ["PATH"], "HOME": str(home), "OMP_NUM_THREADS": "1", **hugging_face(home)}
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(i) for i in range(len(scripts))]
         for script, output in zip(scripts, outputs, strict=True):

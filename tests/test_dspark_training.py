@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from test_trainer import UNEVEN, assert_same_weights, losses, make_rows, weights
+from test_trainer import UNEVEN, assert_same_weights, losses, make_rows, one_step_of_sgd, weights
 from tiny_v4 import features_recipe, greedy, random_ids, tiny_drafter_config, tiny_dspark, tiny_target
 from transformers import AutoModelForCausalLM, DynamicCache, TrainingArguments
 
@@ -17,7 +17,7 @@ from hyperdflash.generation.dspark import load_dspark
 from hyperdflash.generation.mtp import DeepseekV4MTP
 from hyperdflash.generation_hyperdflash import DraftRequest
 from hyperdflash.target_hyperdflash import ResidualTap
-from hyperdflash.training.arguments import HyperDFlashTrainingArguments, RecipeError
+from hyperdflash.training.arguments import RecipeError
 from hyperdflash.training.dataset import SampleDataset, collate
 from hyperdflash.training.target import OnlineFeatures
 
@@ -33,26 +33,9 @@ def make_trainer(folder, rows, *, target=None, dspark=None, **options):
     target = target or tiny_target()
     dspark = dspark or tiny_dspark(target, block_size=K).train()
     config = tiny_drafter_config(target, context_source="hidden_layers", target_layer_ids=[1, 2])
-    defaults = {
-        "output_dir": str(folder),
-        "target": "tiny",
-        "train_data": ["none"],
-        "use_cpu": True,
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "warmup_steps": 0,
-        "max_grad_norm": 0.0,
-        "max_steps": 1,
-        "num_anchors": 1000,  # every legal one
-        "per_device_train_batch_size": 8,
-        "kl_alpha": 0.0,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
     return train_dspark.DSparkTrainer(
         dspark,
-        HyperDFlashTrainingArguments(**{**defaults, **options}),
+        one_step_of_sgd(folder, kl_alpha=0.0, **options),
         features=OnlineFeatures(target, config),
         train_dataset=SampleDataset(rows),
     )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from child import fork
 from fake_server import FakeServer, choice
-from fresh import run_ranks
+from fresh import COMMAND_LINE, run_ranks
 from safetensors.torch import load_file
 from tiny_v4 import TINY_WORLD_TARGET, features_recipe
 
@@ -184,8 +184,7 @@ def test_two_processes_train_from_one_server_as_one_process_does(recipe, server,
     server.writer.folder.mkdir()
     options = ["eval_data=[]", "per_device_train_batch_size=1", "ddp_backend=gloo", "keep_features=false"]
     output = recipe.parent / "two"
-    source = "import sys\nfrom hyperdflash.__main__ import main\nraise SystemExit(main(sys.argv[1:]))"
-    run_ranks(source, recipe.parent / "home", "train", recipe, f"output_dir={output}", *options)
+    run_ranks(COMMAND_LINE, recipe.parent / "home", "train", recipe, f"output_dir={output}", *options)
     (checkpoint,) = list_checkpoints(output)
     got = [entry["loss"] for entry in read_state(checkpoint)["log_history"] if "loss" in entry]
     assert got == pytest.approx(want[1], rel=1e-4)  # the head is bf16, and sees other batches

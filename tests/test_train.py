@@ -22,7 +22,7 @@ import pytest
 import torch
 import yaml
 from child import fork
-from fresh import run_ranks
+from fresh import COMMAND_LINE, run_ranks
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalTokenNotFoundError
 from safetensors.torch import load_file
@@ -902,7 +902,6 @@ def make_sharded_state(self, *args, fsdp_plugin=None, **kwargs):
 AcceleratorState.__init__ = make_sharded_state
 raise SystemExit(cli.main(sys.argv[1:]))
 """
-PLAIN = "import sys\nfrom hyperdflash.__main__ import main\nraise SystemExit(main(sys.argv[1:]))"
 
 
 @pytest.mark.slow
@@ -910,7 +909,7 @@ PLAIN = "import sys\nfrom hyperdflash.__main__ import main\nraise SystemExit(mai
 def test_two_processes_run_the_recipe_as_one_does(world, trained, tmp_path, kind, stops):
     """What is printed is printed once, and a stopped run goes on to the very same weights."""
     program = tmp_path / "program.py"
-    program.write_text(SHARDED_ON_CPUS if kind == "fsdp" else PLAIN)
+    program.write_text(SHARDED_ON_CPUS if kind == "fsdp" else COMMAND_LINE)
     options = ["per_device_train_batch_size=2", "ddp_backend=gloo", "seed=7", f"fsdp={str(kind == 'fsdp').lower()}"]
     recipe = world.write_recipe(tmp_path / "recipe.yaml", output_dir=str(tmp_path / "run"))
     first = launch(str(program), "train", str(recipe), *options)

@@ -31,9 +31,8 @@ def make_rows(lengths, *, prompt=2, seed=0) -> datasets.Dataset:
     )
 
 
-def make_trainer(folder, rows, *, model=None, target=None, eval_rows=None, **options) -> HyperDFlashTrainer:
-    target = target or tiny_target(num_hash_layers=1)
-    model = model or tiny_drafter(target, block_size=4).train()
+def one_step_of_sgd(folder, **options) -> HyperDFlashTrainingArguments:
+    """With every anchor and without clipping, so that the step is the gradient; `options` win."""
     defaults = {
         "output_dir": str(folder),
         "target": "tiny",
@@ -50,11 +49,16 @@ def make_trainer(folder, rows, *, model=None, target=None, eval_rows=None, **opt
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    args = HyperDFlashTrainingArguments(**{**defaults, **options})
+    return HyperDFlashTrainingArguments(**{**defaults, **options})
+
+
+def make_trainer(folder, rows, *, model=None, target=None, eval_rows=None, **options) -> HyperDFlashTrainer:
+    target = target or tiny_target(num_hash_layers=1)
+    model = model or tiny_drafter(target, block_size=4).train()
     features = OnlineFeatures(target, HyperDFlashModel.config_class(**tiny_drafter_config_of(model)))
     return HyperDFlashTrainer(
         model,
-        args,
+        one_step_of_sgd(folder, **options),
         features=features,
         target=target,
         train_dataset=SampleDataset(rows),
